@@ -23,7 +23,7 @@ def main() -> None:
             raise SystemExit(str(MissingExtraError(error.name, "cli"))) from None
         for stream in (sys.stdout, sys.stderr):
             if reconfigure := getattr(stream, "reconfigure", None):
-                reconfigure(errors="replace")  # a table must not end in a traceback where an encoding lacks a sign
+                reconfigure(errors="replace")  # a table must not end in a traceback if an encoding lacks a sign
         app()
     except SystemExit as end:
         if is_one_of_several:

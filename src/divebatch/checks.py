@@ -50,7 +50,7 @@ def require_coupling_power(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:  # NaN fails too
         raise ArgumentError(
             f"{name} as a number is p in lr * (batch_size / base batch size)^p, above 0 and at most 1, got "
-            f"{name}={value!r}; a rate that stays is {name}='none'"
+            f"{name}={value!r}; for a constant rate pass {name}='none'"
         )
 
 

@@ -474,7 +474,7 @@ class Controller:
             self._has_warned_of_step = True
             warn_user(
                 f"epoch {self.epoch + 1} has ended without a call of control.step(), so nothing was decided: call it "
-                f"once after each epoch. For a complete pass that is no training use loader.full_pass()"
+                f"once after each epoch. For a complete pass without training use loader.full_pass()"
             )
 
     def _warn_if_left_early(self) -> None:

@@ -6,7 +6,7 @@ schedulers, loops that write rates, loggers and saved optimizers see what they w
 "adam" and "adam-beta1", Adam's other settings change for the step in the same way.
 
 A scheduler stepped after every optimizer step (`scheduler_unit="step"`) was made for the number of steps at the first
-batch size. `Schedule` makes the steps that it lacks according to the samples seen.
+batch size. `Schedule` makes the steps that are missing according to the samples seen.
 """
 
 import copy
@@ -132,8 +132,8 @@ def require_adam(optimizer: Optimizer) -> None:
     known = ", ".join(kind.__name__ for kind in _ADAM_KNOWN)
     other = "linear" if isinstance(optimizer, SGD | ASGD) else "sqrt"
     raise ArgumentError(
-        f"this lr_coupling sets betas as well, for torch's {known}, and {type(optimizer).__name__} is none of them: "
-        f"pass lr_coupling={other!r}, which changes the learning rate alone; of several optimizers a list has one each"
+        f"this lr_coupling also sets betas, for torch's {known}, and {type(optimizer).__name__} is none of them: pass "
+        f"lr_coupling={other!r}, which changes only the learning rate; for several optimizers pass a list"
     )
 
 
@@ -227,7 +227,7 @@ class GainSum:
         self.before, self.steps, self.gain = self.at(step), step, gain
 
     def due(self, step: int) -> int:
-        """Return the whole steps that became due since the last call."""
+        """Return the number of whole steps that became due since the last call."""
         # The sum of many gains may be a rounding error below the whole number that is meant.
         due = max(0, math.floor(self.at(step) + 1e-9) - self.handed_out)
         self.handed_out += due
@@ -807,8 +807,8 @@ class Rates:
         warn_user(
             f"the learning rate changes within the epoch, and batches have grown from {self.first_batch_size} to "
             f"{self.batch_size} samples: a schedule that counts steps will not reach its end. Pass a scheduler stepped "
-            f"with every batch: Controller(..., scheduler=scheduler, scheduler_unit='step'). Let a rate that you write "
-            f"count loader.samples_delivered // {self.first_batch_size}; if it is right, pass scheduler_unit='call'"
+            f"with every batch: Controller(..., scheduler=scheduler, scheduler_unit='step'). If your loop writes the "
+            f"rate, count loader.samples_delivered // {self.first_batch_size}; or pass scheduler_unit='call'"
         )
 
     # Following
@@ -880,7 +880,7 @@ class Rates:
     # State
 
     def settings(self) -> dict[str, Any]:
-        """Return what a resumed run must share with the saved one."""
+        """Return the settings that a resumed run must share with the saved one."""
         return {
             "lr_coupling": [each.kind for each in self.couplings.values()],
             "parameter_groups": [len(optimizer.param_groups) for optimizer in self.couplings],

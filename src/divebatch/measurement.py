@@ -295,15 +295,15 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The inputs of a policy. All counters are current.
+    """The inputs of a policy; all counters include the latest step.
 
     Args:
         epoch: The number of finished epochs, 1 at the first decision; within an epoch, that epoch's number.
         batch_size: The batch size so far: samples of an optimizer step.
         dataset_size: Samples in one epoch, the paper's n. None: the first epoch of a stream of unknown length. A policy
             that cannot do without should read `known_dataset_size`.
-        first_batch_size: The batch size at the start of training. None: `batch_size`.
-        largest_batch_size: The largest possible batch, in samples. None: `dataset_size`.
+        first_batch_size: The batch size at the start of training; 0 for `batch_size`.
+        largest_batch_size: The largest possible batch, in samples; 0 for `dataset_size`.
         step: Optimizer steps so far.
         samples: Samples seen so far.
         diversity: The estimator's measurement. None: no measurement was requested.
@@ -384,7 +384,7 @@ class Decision:
 def gain(ratio: float, noise: float | None) -> float:
     """Return AdaScale's gain: the worth of one step at `ratio` base batches, in steps at the base batch.
 
-    (Johnson et al. 2020.) Without noise a larger batch gains nothing; with only noise it gains as much as it is larger.
+    Johnson et al. 2020: without noise a larger batch gains nothing; with only noise the gain is `ratio`.
 
     Args:
         ratio: The batch size over the base batch size.

@@ -29,8 +29,8 @@ class Cadence:
         require_count("accumulate", accumulate)
         if accumulate > 1 and loader.delivery_size is not None:
             raise ArgumentError(
-                f"the loader's delivery_size={loader.delivery_size} says already how much of a step it delivers: leave "
-                f"accumulate={accumulate} out, or delivery_size"
+                f"the loader's delivery_size={loader.delivery_size} already sets the batches of a step: leave out "
+                f"accumulate={accumulate}, or delivery_size"
             )
         self.accumulate, self._loader = accumulate, loader
         self.unit = 1 if loader.delivery_size is not None else accumulate
@@ -44,7 +44,7 @@ class Cadence:
         return self.accumulate if delivered is None else math.ceil(batch_size / delivered)
 
     def check(self, taken: int, said: int) -> None:
-        """Count a step by its number of batches; raise if no step has the expected number."""
+        """Count a step by its number of batches; raise if the first steps all have another number than expected."""
         current = self._loader.current
         if (taken, said) == (0, 1):  # a further step on the same batch
             self.agreeing += 1
@@ -72,7 +72,7 @@ class Cadence:
                 f"the loader deliver what a step takes (batch_size=...), and pass accumulate=1"
             )
         return UsageError(
-            f"the optimizer steps once in {taken} of the loader's batches, and Controller was told accumulate={said}: "
+            f"the optimizer steps once in {taken} of the loader's batches, but Controller was given accumulate={said}: "
             f"pass accumulate={taken}"
         )
 

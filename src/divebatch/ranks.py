@@ -141,7 +141,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """The samples of one batch on one rank.
+    """One rank's share of the samples of a batch.
 
     >>> RankShard(num_samples=37, mine=10, num_ranks=4).loss_weight  # 10 of 37 samples, where 9.25 would be the mean
     1.0810810810810811
@@ -157,8 +157,7 @@ class RankShard:
     def loss_weight(self) -> float:
         """The factor for the mean loss over this rank's samples; 1 if all ranks hold equally many.
 
-        With this factor the mean over ranks, which DDP and FSDP take, is the mean over the batch. A `Controller`
-        applies it.
+        With this factor, DDP's and FSDP's mean over ranks is the mean over the batch. A `Controller` applies it.
         """
         return self.num_ranks * self.mine / self.num_samples if self.num_samples else 1.0
 
@@ -168,7 +167,7 @@ class RankShard:
 
     @property
     def is_stand_in(self) -> bool:
-        """Whether this rank has no sample of its own, but the batch's first one as a dummy.
+        """Whether this rank has no sample of its own, only the batch's first one as a dummy.
 
         Every rank must take part in every collective. The dummy's weight is zero, so its gradient counts for nothing.
         """

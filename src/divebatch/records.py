@@ -59,7 +59,7 @@ class Metric:
 
     @property
     def loss_factor(self) -> float:
-        """The factor that converts a loss in nats to that unit."""
+        """The factor that converts a loss in nats to the unit of this metric."""
         return 1 / math.log(2) if self.name == "bits_per_byte" else 1.0
 
     @property
@@ -152,7 +152,7 @@ class RunHeader:
     started: str | None = None
 
     def to_json(self) -> str:
-        """Return one line, without the line end."""
+        """Return the object as one line of JSON, without the line end."""
         return _line("run", self)
 
     @classmethod
@@ -241,7 +241,7 @@ class EpochRecord:
     changes: list[Change] | None = None
 
     def to_json(self) -> str:
-        """Return one line, without the line end."""
+        """Return the object as one line of JSON, without the line end."""
         return _line("epoch", self)
 
     @classmethod
@@ -291,7 +291,7 @@ class RunStop:
     reason: str = ""
 
     def to_json(self) -> str:
-        """Return one line, without the line end."""
+        """Return the object as one line of JSON, without the line end."""
         return _line("stop", self)
 
 

@@ -162,5 +162,5 @@ class StreamSource:
 
 
 def length_of_stream(dataset: Any) -> int | None:
-    """Return the number of samples in a stream, if it knows."""
+    """Return the number of samples in a stream; None if it is not known."""
     return len(dataset) if hasattr(dataset, "__len__") else None

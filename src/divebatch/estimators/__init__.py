@@ -1,4 +1,4 @@
-"""Estimators: gradient noise and signal of an epoch, as a `Diversity`."""
+"""Estimators of an epoch's gradient noise and signal, as a `Diversity`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,16 +31,16 @@ __all__ = [
 ESTIMATORS: dict[str, type[Estimator]] = {
     kind.name: kind for kind in (Trajectory, Oracle, PerSample, Split, Moments, AcrossRanks)
 }
-"""Every estimator by the name that `Controller(estimator=...)` takes."""
+"""All estimators by the name that `Controller(estimator=...)` accepts."""
 
 
 def names_where(holds: Callable[[type[Estimator]], bool]) -> str:
-    """Return the names of the estimators for which `holds`, for error messages: "'split', 'moments'"."""
+    """Return the names of the estimators for which `holds` is true, for error messages: "'split', 'moments'"."""
     return ", ".join(repr(name) for name, kind in ESTIMATORS.items() if holds(kind))
 
 
 def require_fit(estimator: Estimator, model: nn.Module) -> None:
-    """Raise if FSDP2 has sharded the gradients of `model` and `estimator` needs whole ones."""
+    """Raise if FSDP2 has sharded the gradients of `model` and `estimator` needs whole gradients."""
     if not estimator.works_on_shards and any(map(is_sharded, model.parameters())):
         raise ArgumentError(
             f"{type(estimator).__name__} needs whole gradients, and FSDP2 has sharded this model's: "
@@ -53,10 +53,10 @@ def make_estimator(kind: str, **settings: Any) -> Estimator:
 
     Args:
         kind: A key of `ESTIMATORS`.
-        settings: The arguments of its class.
+        settings: The arguments of the estimator's class.
     """
     require_choice("estimator", kind, tuple(ESTIMATORS))
-    # The oracle runs the model by itself, so a name alone does not tell it how.
+    # The oracle runs the model by itself, so its name alone is not enough.
     if ESTIMATORS[kind].takes("loss_fn") and "loss_fn" not in settings:
         name = ESTIMATORS[kind].__name__
         raise ArgumentError(f"{kind!r} runs the model by itself and needs the loss: pass estimator={name}(loss_fn)")

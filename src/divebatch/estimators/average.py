@@ -1,7 +1,7 @@
-"""Means of many small unbiased estimates, with their spread, and the base of estimators that average them.
+"""Weighted means of small unbiased estimates, with their spread, and the base class of estimators that use them.
 
-On a GPU each operation on a single number is a launch like any other. So nothing is computed with the norms of a step
-before they are read, many steps at once, and then on the host.
+On a GPU each operation on a single number is a kernel launch. So the norms of many steps are read at once, and all
+further computation happens on the host.
 """
 
 import itertools
@@ -22,26 +22,26 @@ from divebatch.measurement import Diversity, Spread
 from divebatch.ranks import Ranks
 
 MOST_WAITING = 512
-"""Estimates whose norms may lie on the device unread."""
+"""The most estimates whose norms stay unread on the device."""
 
 Norms = Tensor | float
-"""Norms of several tensors, one each, where they were computed; or, once read, the sum of their squares. Also a number
-by itself, such as a product of two gradients, which is the same before and after."""
+"""Norms of several tensors on their device, or after reading the sum of their squares. Also a single number, such as a
+product of two gradients, which reading does not change."""
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Norms:
-    """Compute the norm of each tensor, by two operators on the device."""
+    """Compute the norm of each tensor with two operators on the device."""
     return torch.stack(torch._foreach_norm(list(tensors))) if tensors else 0.0
 
 
 def read(many: Sequence[Norms]) -> list[float]:
-    """Read sums of squares, and numbers by themselves, in float64. Waits for the device, once for all of one kind."""
+    """Read sums of squares, and single numbers, in float64. Waits for the device, once for all tensors of one kind."""
     found = [0.0 if isinstance(each, Tensor) else each for each in many]
     alike: dict[object, list[tuple[int, Tensor]]] = {}
     for place, each in enumerate(many):
         if isinstance(each, Tensor):
             alike.setdefault((each.device, each.dtype), []).append((place, each))
-    # One copy from the device for all rows of a kind: each copy waits for everything before it.
+    # One copy from the device for all tensors of a kind: each copy waits for everything before it.
     for group in alike.values():
         numbers = iter(torch.cat([each.reshape(-1) for _, each in group]).cpu().double().tolist())
         for place, each in group:
@@ -53,9 +53,9 @@ def read(many: Sequence[Norms]) -> list[float]:
 def unbiased(weighted_sq_norms: Any, sq_norm_of_mean: Any, num_chunks: Any, num_samples: Any) -> tuple[Any, Any]:
     """Compute tr(Sigma) and ||G||^2 from the mean gradients of two or more chunks of samples at the same weights.
 
-    `weighted_sq_norms` is the sum over chunks of s_j ||g_j||^2, s_j samples with the mean gradient g_j, and
+    `weighted_sq_norms` is the sum over chunks of s_j ||g_j||^2, for s_j samples with the mean gradient g_j.
     `sq_norm_of_mean` is ||sum_j s_j g_j / b||^2 over all b = `num_samples`. Chunks may differ in size. Single samples
-    are chunks of one, so per-sample norms give the same formula. Numbers, or tensors of them.
+    are chunks of one, so per-sample norms give the same formula. The arguments are numbers or tensors of numbers.
     """
     trace = (weighted_sq_norms - num_samples * sq_norm_of_mean) / (num_chunks - 1)
     return trace, sq_norm_of_mean - trace / num_samples
@@ -64,7 +64,7 @@ def unbiased(weighted_sq_norms: Any, sq_norm_of_mean: Any, num_chunks: Any, num_
 def inner_variance(sq_norms: tuple[float, float], sizes: tuple[int, int], sq_norm_of_mean: float) -> float:
     """Estimate Var_i<g_i, g> over samples, from the squared norms of two chunks' mean gradients and of their mean g.
 
-    <g_1 - g_2, g> has the variance of one sample times 1/s_1 + 1/s_2, and mean zero. It follows from norms alone.
+    <g_1 - g_2, g> has mean zero and the variance of one sample times 1/s_1 + 1/s_2. The norms alone determine it.
     """
     (first, second), (size, other) = sq_norms, sizes
     between = ((size + other) ** 2 * sq_norm_of_mean - size**2 * first - other**2 * second) / (2 * size * other)
@@ -73,26 +73,26 @@ def inner_variance(sq_norms: tuple[float, float], sizes: tuple[int, int], sq_nor
 
 
 class StepEstimate(NamedTuple):
-    """Numbers on the device that show tr(Sigma) and ||G||^2, of one step or a few."""
+    """Numbers on the device from which tr(Sigma) and ||G||^2 follow, for one step or a few."""
 
     parts: Sequence[Norms]
-    """All that is to be read."""
+    """The values to read."""
     numbers: Callable[[Sequence[float]], tuple[float, ...]]
-    """Turns the values that `parts` were read as into weight, tr(Sigma), ||G||^2, and what else is averaged."""
+    """A function of the read values that returns the weight, tr(Sigma), ||G||^2, and further numbers to average."""
 
 
 class PairAverage:
-    """The weighted mean of pairs (tr(Sigma), ||G||^2), averaged apart: the mean of their ratios would be biased.
+    """The weighted means of tr(Sigma) and of ||G||^2, averaged separately: the mean of their ratios would be biased.
 
-    A third number may come with each pair, the variance of <g_i, g>, and a fourth, the part of tr(Sigma) that falls as
-    ||G||^2 rises. An estimate that is not made of finite numbers counts for nothing; its samples go from `num_samples`
-    to `skipped_samples`.
+    Each pair may have a third number, the variance of <g_i, g>, and a fourth, the part of tr(Sigma) that falls as
+    ||G||^2 rises. An estimate with numbers that are not finite is left out; its samples count as `skipped_samples`, not
+    as `num_samples`.
 
     Args:
-        decay: Below 1 for an exponential mean: earlier pairs fade by it at each new one.
-        overlap: The number of previous estimates that share gradients with each one. The spread counts their products
-            too, the less the farther apart they are, so that it stays positive (Newey and West 1987).
-        trusts_negative: False for estimates whose bias may carry ||G||^2 below zero: the interval then has no ends.
+        decay: Below 1 for an exponential mean: each new pair multiplies the weights of earlier ones by this factor.
+        overlap: The number of previous estimates that share gradients with each estimate. The spread includes their
+            products, with weights that fall with distance, so that it stays positive (Newey and West 1987).
+        trusts_negative: False for estimates whose bias may make ||G||^2 negative: the interval is then unbounded.
     """
 
     def __init__(self, *, decay: float = 1.0, overlap: int = 0, trusts_negative: bool = True) -> None:
@@ -100,48 +100,48 @@ class PairAverage:
             raise ArgumentError(f"decay must be above 0 and at most 1, got decay={decay!r}")
         self.decay, self.overlap, self._trusts_negative = float(decay), overlap, trusts_negative
         self.bounds_below = True
-        """False if an unknown bias makes noise scales too large: the interval then goes down to zero."""
+        """False if an unknown bias makes noise scales too large: the interval then begins at zero."""
         self.relative_variance = 0.0
-        """That of an error of ||G||^2 that all estimates share, so that their scatter does not show it."""
+        """The relative variance of an error of ||G||^2 that all estimates share, which their scatter does not show."""
         self.shards = Ranks.alone()
-        """Ranks whose estimates add up, each from its own part; all of them then read at the same time."""
+        """The ranks whose partial estimates add up; all of them read at the same time."""
         self.forget()
 
     def forget(self) -> None:
         """Drop all estimates."""
         self.num_samples: int | Tensor = 0
-        """Samples that were looked at, and are in an estimate or between two."""
+        """Samples that were observed, in an estimate or between two estimates."""
         self.skipped_samples = 0
-        """Samples that are in no estimate, since gradients were not finite or the loop made no step on them."""
+        """Samples in no estimate, because gradients were not finite or no step was made on them."""
         self._waiting: list[StepEstimate] = []
-        """Estimates that are to be read and averaged."""
+        """Estimates that were not read yet."""
         self._first: Any = np.zeros(())
         """Sum of w * (1, trace, sq_norm, ...)."""
         self._second: Any = np.zeros(())
-        """Sum of w^2 times the outer product of the same with itself."""
+        """Sum of w^2 times the outer product of (1, trace, sq_norm, ...) with itself."""
         self._between: Any = np.zeros(())
-        """The same products of each row with the `overlap` ones before it, the nearer the more."""
+        """The products of each row with the `overlap` rows before it, with weights that fall with distance."""
         self._recent: list[Any] = []
-        """These rows, times their weights, the newest first."""
+        """The latest rows times their weights, newest first."""
 
     def add_step(self, estimate: StepEstimate) -> None:
-        """Add an estimate whose norms stay on the device until somebody reads the mean, or many wait."""
+        """Add an estimate whose norms stay on the device until the mean is read, or until many estimates wait."""
         self._waiting.append(estimate)
-        # A bound on the memory of what waits; when they are read changes no result, as they are summed in step order.
+        # This bounds the memory of waiting estimates. The time of reading changes no result: sums are in step order.
         if len(self._waiting) >= MOST_WAITING:
             self._read_waiting()
 
     def _read_waiting(self) -> None:
         if self._waiting:
             waiting, self._waiting = self._waiting, []
-            # One look at the device for all, and one sum over ranks that hold shards.
+            # One read from the device for all, and one sum over ranks that hold shards.
             values = iter(self.shards.sum_numbers(read([part for each in waiting for part in each.parts])))
             rows = [each.numbers(list(itertools.islice(values, len(each.parts)))) for each in waiting]
             self.extend([pair for _, *pair in rows], [weight for weight, *_ in rows])
 
     def extend(self, pairs: Iterable[Sequence[float]], weights: Iterable[float]) -> None:
-        """Add estimates in turn. A weight of zero counts for nothing, whatever the pair holds."""
-        with np.errstate(all="ignore"):  # what is not finite stays so, as in torch
+        """Add estimates in turn. An estimate with a weight of zero is ignored, whatever the pair holds."""
+        with np.errstate(all="ignore"):  # infinities and NaN propagate, as in torch
             for pair, weight in zip(pairs, weights, strict=True):
                 is_finite = all(map(math.isfinite, pair))
                 if not is_finite:
@@ -153,17 +153,17 @@ class PairAverage:
                 self._relate(row)
 
     def _relate(self, row: Any) -> None:
-        """Add the products of `row` with those before it, which have faded since."""
+        """Add the products of `row` with the earlier rows, which have faded since."""
         self._recent = [each * self.decay for each in self._recent]
         if self._recent:
-            # Newey and West's weights: neighbours have gradients in common, and with these the variance stays positive.
+            # Newey and West's weights: neighbours share gradients, and with these weights the variance stays positive.
             near = sum((1 - distance / (self.overlap + 1)) * each for distance, each in enumerate(self._recent, 1))
             self._between = self._between * self.decay**2 + np.outer(row, near)
         self._recent = [row, *self._recent][: self.overlap]
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to average; waits for the device."""
+        """Whether there is no estimate to average; waits for the device."""
         self._read_waiting()
         return not self._first.flat[0] > 0
 
@@ -174,45 +174,45 @@ class PairAverage:
         trace, sq_norm, *inner = means = [each / total for each in sums]
         spread = self._with_shared_error(self._spread(total, trace, sq_norm), means)
         if sq_norm < 0 and not self._trusts_negative:
-            # A biased estimate below zero says nothing of the noise scale: the interval gets no ends.
+            # A biased negative estimate shows nothing about the noise scale: the interval is unbounded.
             spread = replace(spread, sq_norm_variance=math.inf)
         found = Diversity.from_noise(trace, sq_norm, int(self.num_samples), spread=spread)
         inner_variance = inner[0] if inner and math.isfinite(inner[0]) else None
         return replace(found, inner_variance=inner_variance, skipped_samples=self.skipped_samples)
 
     def over(self, ranks: Ranks) -> "PairAverage":
-        """Return the mean over all ranks together, if each saw samples of its own; a collective."""
+        """Return the mean over all ranks, if each saw its own samples; a collective."""
         if ranks.is_alone:
             return self
         states = ranks.gather(self.state_dict())
         total = PairAverage(decay=self.decay)
-        # A rank without any estimate has a plain zero, which goes with every shape.
+        # A rank without any estimate has a plain zero, which matches every shape.
         total._first, total._second = (sum(np.array(state[key]) for state in states) for key in ("first", "second"))
         total.num_samples = sum(state["num_samples"] for state in states)
         total.skipped_samples = sum(state["skipped_samples"] for state in states)
         return total
 
     def unknown(self) -> Diversity:
-        """Return the answer without any estimate: every noise scale is possible."""
+        """Return the result without any estimate: every noise scale is possible."""
         nothing = Spread(trace_variance=math.inf, sq_norm_variance=math.inf, covariance=0.0, degrees=0.0)
         num_samples = max(1, int(self.num_samples))
         return Diversity(math.nan, math.nan, num_samples, nothing, skipped_samples=self.skipped_samples)
 
     def _spread(self, total: float, trace: float, sq_norm: float) -> Spread:
-        """Estimate the spread from each estimate's distance to the mean, also if some are less exact than others."""
+        """Estimate the spread from the estimates' distances to the mean, even if some are less exact than others."""
         second = self._second
         products = (second + self._between + self._between.T)[:3, :3]
         to_mean = np.array([[-trace, 1.0, 0.0], [-sq_norm, 0.0, 1.0]])
         scatter = to_mean @ products @ to_mean.T
-        ratio = float(second[0, 0]) / total**2  # one over the number of estimates, if they weigh alike
-        fitted = float(products[0, 0]) / total**2  # what the mean took up of it, were they independent
-        # A single estimate leaves nothing to judge by: a tiny divisor instead of none.
+        ratio = float(second[0, 0]) / total**2  # one over the number of estimates, if all weights are equal
+        fitted = float(products[0, 0]) / total**2  # the part that the mean absorbs if estimates are independent
+        # A single estimate shows no scatter: use a tiny divisor instead of zero.
         covariance = (scatter / total**2 / max(1 - fitted, 1e-9)).tolist()
         return Spread(
             trace_variance=max(0.0, covariance[0][0]),
             sq_norm_variance=max(0.0, covariance[1][1]),
             covariance=covariance[0][1],
-            # Fewer where some estimates weigh more than others; Student's t then widens the interval.
+            # Fewer degrees if some estimates have more weight than others; Student's t then widens the interval.
             degrees=1 / ratio - 1,
             bounds_below=self.bounds_below,
         )
@@ -246,7 +246,7 @@ class PairAverage:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, is_first: bool = True) -> None:
-        """Continue with saved sums, which the first rank takes over."""
+        """Continue with saved sums, which only the first rank takes over."""
         self.forget()
         if not is_first:
             return
@@ -258,32 +258,32 @@ class PairAverage:
 
 
 class AveragedEstimator(Estimator):
-    """An estimator that averages pairs (tr(Sigma), ||G||^2) of single steps, each at its own weights, over an epoch.
+    """An estimator that averages pairs (tr(Sigma), ||G||^2) of steps, each at its own weights, over an epoch.
 
-    The interval comes from the scatter between steps, to which the weights' way through the epoch adds. If ranks share
-    the batches and each estimates from its own samples, the mean is over all ranks. If decisions come within epochs,
-    each sees the steps since the last one; an exponential mean continues through them.
+    The interval comes from the scatter between steps, which includes the change of the weights over the epoch. If ranks
+    share the batches and each estimates from its own samples, the mean is over all ranks. If decisions are made within
+    epochs, each uses the steps since the last decision; an exponential mean continues across decisions.
 
-    A class built on this fills `_average` between `_attach` and `_detach`.
+    Subclasses fill `_average` between `_attach` and `_detach`.
 
     Args:
         decay: Below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
-        every_steps: Steps from one estimate to the next.
+        every_steps: The number of steps from one estimate to the next.
     """
 
     nothing_seen: ClassVar[str]
-    """The error if a whole epoch showed nothing."""
+    """The error message if a whole epoch gave no estimate."""
     may_see_nothing: ClassVar[bool] = False
-    """Whether an epoch with too few steps for an estimate is no error."""
+    """Whether an epoch with too few steps for an estimate is allowed."""
     sees_all_ranks: ClassVar[bool] = False
-    """Whether each rank sees what all saw together, so that estimates are not averaged over ranks."""
+    """Whether each rank sees all ranks' data, so that estimates are not averaged over ranks."""
     trusts_negative: ClassVar[bool] = True
-    """Whether its ||G||^2 is unbiased, so that an interval holds also if it came out below zero."""
+    """Whether ||G||^2 is unbiased, so that intervals are valid even for negative estimates."""
 
     def __init__(self, *, decay: float = 1.0, every_steps: int = 1) -> None:
         require_count("every_steps", every_steps)
         self._decay, self._every_steps = PairAverage(decay=decay).decay, every_steps
-        # Each decision must see two estimates; an exponential mean goes through them.
+        # Each decision must see two estimates; an exponential mean continues across decisions.
         self.min_steps_between_decisions = 2 * every_steps if every_steps > 1 and decay == 1 else 1
         self._average: PairAverage | None = None
         """The estimates so far, while an epoch is measured."""
@@ -296,11 +296,11 @@ class AveragedEstimator(Estimator):
 
     @abstractmethod
     def _attach(self, context: TrainingContext, average: PairAverage) -> None:
-        """Begin to watch, and fill `average` from then on."""
+        """Start observing, and fill `average` from then on."""
 
     @abstractmethod
     def _detach(self) -> None:
-        """Take all hooks off and free all memory."""
+        """Remove all hooks and free all memory."""
 
     def window(self) -> Diversity:
         self._was_read = True
@@ -322,7 +322,7 @@ class AveragedEstimator(Estimator):
     def state_dict(self) -> dict[str, Any]:
         if self._average is None:
             return {}
-        # Those of all ranks, so that the number of ranks may change at a resume.
+        # The samples of all ranks, so that the number of ranks may change on resuming.
         return {"estimates": self._average.over(self._ranks()).state_dict(), "was_read": self._was_read}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -333,15 +333,15 @@ class AveragedEstimator(Estimator):
         average = self._at_work().over(self._ranks())
         if not average.is_empty:
             return average.diversity()
-        # A few steps may show nothing, a last batch of one sample for instance; a whole epoch should have.
+        # A few steps may give no estimate, such as a last batch of one sample; a whole epoch should give one.
         too_few = self.may_see_nothing and average.num_samples
         if self._was_read or too_few or average.skipped_samples:
             return average.unknown()
         raise UsageError(self.nothing_seen)
 
     def _ranks(self) -> Ranks:
-        """Return the ranks whose estimates must be averaged, since each sees samples of its own."""
-        # Gradients that DDP has averaged are alike on all ranks: adding them up would count them several times.
+        """Return the ranks whose estimates must be averaged because each sees its own samples."""
+        # Gradients that DDP has averaged are equal on all ranks: adding them up would count them several times.
         return Ranks.alone() if self.sees_all_ranks else self.context.loader.ranks
 
     def _at_work(self) -> PairAverage:

@@ -1,4 +1,4 @@
-"""The base class of estimators, and the parts of a training loop that they look at."""
+"""The base class of estimators, and the parts of a training loop that they use."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -18,13 +18,13 @@ from divebatch.norms.loss_scale import LossReduction, LossWeight
 
 @dataclass(frozen=True, slots=True)
 class TrainingContext:
-    """The model, loader and optimizers that an estimator may look at.
+    """The model, loader and optimizers that an estimator may use.
 
     Args:
-        model: The model that is trained, without DistributedDataParallel around it.
+        model: The model to train, without DistributedDataParallel around it.
         loader: The loader that delivers the samples.
-        optimizer: The optimizer that steps; of several, the one that holds most of the model's parameters.
-        other_optimizers: Those that hold the rest of them.
+        optimizer: The optimizer that steps; of several, the one with most of the model's parameters.
+        other_optimizers: The other optimizers of the model's parameters.
         loss_reduction: How the loss is reduced over the samples of a backward pass, "mean" or "sum".
     """
 
@@ -36,13 +36,13 @@ class TrainingContext:
     loss_reduction: LossReduction = "mean"
 
     def require_optimizer(self, name: str) -> Optimizer:
-        """Return the optimizer, for an estimator that looks at its steps."""
+        """Return the optimizer, for an estimator that observes its steps; raise if there is none."""
         if self.optimizer is None:
             raise ArgumentError(f"{name} must know when the optimizer steps: the TrainingContext has no optimizer")
         return self.optimizer
 
     def require_one_optimizer(self, setting: str, name: str) -> Optimizer:
-        """Return the optimizer, for a setting that reads what it keeps of each parameter."""
+        """Return the only optimizer, for a setting that reads its state; raise if there are several."""
         optimizer = self.require_optimizer(name)
         if self.other_optimizers:
             kinds = ", ".join(type(each).__name__ for each in (optimizer, *self.other_optimizers))
@@ -51,7 +51,7 @@ class TrainingContext:
 
 
 def meter_of(context: TrainingContext, **settings: Any) -> DiversityMeter:
-    """Make a meter of the loop's backward passes, except those whose gradients are not finite."""
+    """Return a meter of the loop's backward passes that leaves out those whose gradients are not finite."""
     loader = context.loader
     return DiversityMeter(
         context.model,
@@ -67,36 +67,36 @@ class Estimator(ABC):
     """A way to turn the gradients of an epoch into a `Diversity`.
 
     The controller calls `bind` once, then `start` and `finish` for each measured epoch, and `on_step` before each
-    optimizer step in between. If the epoch begins anew, it calls `close` and `start` again. Between `finish` and
-    `start` nothing may be attached to the model.
+    optimizer step in between. If the epoch begins anew, the controller calls `close` and `start` again. Between
+    `finish` and `start` nothing may be attached to the model.
     """
 
     name: ClassVar[str] = ""
     """The name in experiment files and in `Controller(estimator=...)`."""
     at_fixed_weights: ClassVar[bool] = True
-    """Whether n * diversity - 1 is the gradient noise scale; not if gradients of many steps are summed up."""
+    """Whether n * diversity - 1 is the gradient noise scale; False if gradients of many steps are added up."""
     works_on_shards: ClassVar[bool] = False
-    """Whether it can measure a model that FSDP2 has sharded, which has whole gradients nowhere."""
+    """Whether the estimator can measure a model that FSDP2 has sharded, where no rank has whole gradients."""
     has_window: ClassVar[bool] = True
     """Whether `window` may be called within an epoch."""
     has_inner_variance: ClassVar[bool] = False
-    """Whether the `Diversity` comes with its `inner_variance`."""
+    """Whether the `Diversity` includes its `inner_variance`."""
     min_batch_size: int = 1
-    """The fewest samples, over all ranks, of a batch that shows anything; known after `bind`."""
+    """The smallest batch, in samples over all ranks, that gives an estimate; known after `bind`."""
     min_micro_batches: int = 1
-    """The fewest backward passes that the next batch must be cut into."""
+    """The fewest backward passes into which the next batch must be cut."""
     min_steps_between_decisions: int = 1
-    """The fewest steps between two decisions for which the second one has an interval."""
+    """The fewest steps between two decisions that give the second one an interval."""
 
     @classmethod
     def takes(cls, setting: str) -> bool:
-        """Return whether its constructor has this argument."""
+        """Return whether the estimator's constructor has this argument."""
         return setting in inspect.signature(cls).parameters
 
     _context: TrainingContext | None = None
 
     def bind(self, context: TrainingContext) -> None:
-        """Look the model over; raise here if it cannot be measured."""
+        """Connect to a training loop; raise if its model cannot be measured."""
         if self._context is not None:
             raise UsageError("this estimator belongs to another controller already: make one for each")
         self._prepare(context)
@@ -107,7 +107,7 @@ class Estimator(ABC):
 
     @property
     def context(self) -> TrainingContext:
-        """The parts of the training loop; an error before `bind`."""
+        """The parts of the training loop; raises before `bind`."""
         if self._context is None:
             raise UsageError("this estimator belongs to no controller yet: bind() comes first")
         return self._context
@@ -116,42 +116,42 @@ class Estimator(ABC):
         """Begin a measured epoch."""
 
     def on_step(self, event: StepEvent, optimizer: Optimizer) -> None:  # noqa: B027 (some look at passes alone)
-        """Look at the gradients that `optimizer` is about to use."""
+        """Read the gradients that `optimizer` is about to use."""
 
     def window(self) -> Diversity:
-        """Return what was seen since the last call, or since `start`, and continue measuring."""
+        """Return the estimate since the last call, or since `start`, and continue measuring."""
         raise UsageError(f"{type(self).__name__} sums over whole epochs and cannot be asked within one")
 
     @abstractmethod
     def finish(self) -> Diversity:
-        """Return what the epoch showed, and detach."""
+        """Return the epoch's estimate, and detach."""
 
     def close(self) -> None:  # noqa: B027 (some attach nothing)
-        """Detach, in any state."""
+        """Detach, whatever the state."""
 
     def caveat(self, context: TrainingContext) -> str:
-        """Say why policies will not act on what this measures there, and the way out; empty if they will."""
+        """Return why policies will not act on measurements in this context, with a remedy; empty if they will."""
         return ""
 
     def stand_in(self, context: TrainingContext, batch_size: int) -> str:
-        """Name the estimator to take instead, if nobody asked for this one and policies would not act on it there."""
+        """Return the name of the estimator to use instead, if policies would not act on this one's measurements."""
         return ""
 
     @property
     def replay_token(self) -> object:
-        """A recorded backward pass may be replayed while this stays the same; None: every pass must run in Python."""
+        """A value that changes when recorded backward passes become invalid; None: every pass must run in Python."""
         return None
 
     def see_replay(self, gradients: Mapping[str, Tensor], weight: LossWeight) -> None:  # noqa: B027 (most do nothing)
         """Take in a replayed backward pass, which no hook sees.
 
         Args:
-            gradients: Those of the pass's own mean loss, by the parameters' names.
-            weight: The factor of that loss in the batch's, with the number of its samples.
+            gradients: The gradients of the pass's own mean loss, by the parameters' names.
+            weight: The factor of that loss in the batch's loss, with the number of its samples.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of an epoch under way; an empty dict between epochs."""
+        """Return the sums of an unfinished epoch; an empty dict between epochs."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (some have no state)

@@ -1,4 +1,4 @@
-"""An estimate from the gradients of successive optimizer steps alone."""
+"""An estimate from the gradients of successive optimizer steps."""
 
 import functools
 import itertools
@@ -24,20 +24,20 @@ from divebatch.norms.sharded import Shards
 from divebatch.norms.sketch import sum_dtype
 
 KEPT = 3
-"""Steps whose gradients are kept, the newest included."""
+"""The number of steps whose gradients are kept, including the newest."""
 FARTHEST = 2.5
-"""The largest factor of the extrapolation: it multiplies the noise of the products, too."""
+"""The largest factor of the extrapolation, which also multiplies the products' noise."""
 LONGEST_DOT = 2**24
-"""Entries: in float32 a product of 10^8 came out 0.3 to 0.8 % too small on a CPU, one of 2^24 by 0.02 %."""
+"""The most entries in one product: on a CPU in float32, 10^8 gave 0.3 to 0.8 % too little, 2^24 gave 0.02 %."""
 
 
 def extrapolation(optimizer: Optimizer) -> float:
-    """Return f in ||G||^2 = L1 + f * (L1 - L2), L1 and L2 the products of gradients one and two steps apart.
+    """Return f in ||G||^2 = L1 + f * (L1 - L2), where L1 and L2 are products of gradients one and two steps apart.
 
-    A gradient's noise moves the weights, and they move the gradients that follow against it: by c after one step and,
-    with momentum m, by (1 + m) c after two; Nesterov's (1 + m) c and (1 + m + m^2) c. So f is 1 / m, or
-    (1 + m) / m^2. It is 0, and L1 alone counts, if that is above 2.5 (momentum below 0.4, Nesterov's below 0.87), and
-    for NAdam, whose momentum rises over thousands of steps. The largest parameter group's momentum counts.
+    A gradient's noise moves the weights, so that the following gradients point against it: by c after one step and with
+    momentum m by (1 + m) c after two; Nesterov's (1 + m) c and (1 + m + m^2) c. So f is 1 / m, or (1 + m) / m^2. If f
+    exceeds 2.5 (momentum below 0.4, Nesterov's below 0.87), the result is 0, and only L1 counts. The same holds for
+    NAdam, whose momentum rises over thousands of steps. The momentum is that of the largest parameter group.
     """
     return _factor(optimizer.param_groups[_largest_group(optimizer)])
 
@@ -59,10 +59,9 @@ def _numbers(values: Sequence[float], *, sizes: tuple[int, int], factor: float) 
     """Return weight, tr(Sigma), ||G||^2, Var_i<g_i, g>, and the part of tr(Sigma) that falls with ||G||^2.
 
     Args:
-        values: ||g||^2 of the step before and of this one; the products of this one with the last and with the one
-            before.
-        sizes: Samples of the step before and of this one.
-        factor: That of the extrapolation.
+        values: ||g||^2 of the previous step and of this one; this gradient's products with the two before.
+        sizes: Samples of the previous step and of this one.
+        factor: The factor of the extrapolation.
     """
     (size, own_size), (before, own, one, two) = sizes, values
     sq_norm = one + factor * (one - two)
@@ -74,19 +73,19 @@ def _numbers(values: Sequence[float], *, sizes: tuple[int, int], factor: float) 
 class SuccessiveGradients:
     """The gradients of the last three steps, whole or as sketches, compared with each other.
 
-    A ring of three vectors: whole gradients (or this rank's shards of them), or sketches. Squared norms are exact
-    either way. Products of sketches have random errors, which the scatter shows except for that of ||G||^2 itself. If
-    ranks hold shards, products of shards add up over ranks; sketches are added up at each step.
+    The gradients are whole, or this rank's shards of them, or sketches. Squared norms are exact in all cases. Products
+    of sketches have random errors, which the scatter shows, except for the error of ||G||^2 itself. If ranks hold
+    shards, products of shards add up over ranks, but sketches are added at each step.
 
     Args:
         parameters: The parameters whose gradients are compared, by name.
         optimizer: The optimizer whose momentum counts.
-        average: Filled with an estimate a step, or every `every_steps`.
-        preconditioned: Whether gradients are divided by what their own step divides by.
-        every_steps: Steps from one estimate to the next, or as few as it takes.
-        sketch: Whether to keep sketches; None for those of large models.
-        sketch_size: Numbers of a sketch; None for as many as fit.
-        seed: Determines the signs of sketches; the same on all ranks.
+        average: The mean that receives an estimate at each step, or every `every_steps`.
+        preconditioned: Whether gradients are divided by the divisor of their own step.
+        every_steps: The number of steps from one estimate to the next, or the smallest that works.
+        sketch: Whether to keep sketches. None: sketches for large models.
+        sketch_size: The number of entries in a sketch. None: as many as fit.
+        seed: The seed of the sketches' signs; the same on all ranks.
     """
 
     def __init__(
@@ -108,18 +107,18 @@ class SuccessiveGradients:
         average.shards = self._shards.ranks
         # Estimates of neighbouring steps share gradients.
         average.overlap = KEPT - 1 if every_steps == 1 else 0
-        # Too little momentum leaves a bias upwards that nobody knows.
+        # Too little momentum leaves an unknown upward bias.
         average.bounds_below = extrapolation(optimizer) > 0
         self._make_room(_size_of_sketch(parameters, sketch, sketch_size), seed)
         self.pause = 0
-        """Steps to come that are not looked at."""
+        """The number of coming steps to skip."""
 
     def _make_room(self, size: int, seed: int) -> None:
-        """Make the ring: of sketches of this size, or of whole gradients if it is 0."""
+        """Allocate the gradients: sketches of this size, or whole gradients if it is 0."""
         self.signs = SignSketch(self._parameters, size, seed=seed) if size else None
         self.vectors: list[Tensor] = []
         self.views: list[dict[str, Tensor]] = []
-        """The places of parameters in whole vectors."""
+        """The parameters' places in the whole vectors."""
         if self.signs is not None:
             self._kernel = KernelSketch(self.signs)
             like = torch.zeros(size, dtype=self.signs.dtype, device=self.signs.device)
@@ -137,16 +136,16 @@ class SuccessiveGradients:
         """Drop all steps."""
         self._count = 0
         self._sizes: list[int] = []
-        """Samples of the last steps, the newest first, as in the following."""
+        """Samples of the last steps, newest first; the same order holds below."""
         self._sq_norms: list[Norms] = []
 
     def add(self, optimizer: Optimizer, num_samples: int, *, scale: float = 1.0) -> bool:
-        """Take in the step that `optimizer` is about to make; returns whether it is one.
+        """Take in the step that `optimizer` is about to make; return whether the step counts.
 
         Args:
-            optimizer: The one that steps.
+            optimizer: The optimizer that steps.
             num_samples: Samples of the step.
-            scale: The factor that makes its gradients means over samples.
+            scale: The factor that turns the gradients into means over samples.
         """
         average = self._average
         if self.pause:
@@ -165,10 +164,10 @@ class SuccessiveGradients:
             gradients = self._shards.of(gradients)
         settings: dict[str, Any] = {"preconditioner": self._preconditioner, "offsets": self._shards.offsets}
         step = StepGradients(gradients, scale=scale, grad_scale=grad_scale, **settings)
-        if not step.gradients:  # nothing divides before an optimizer's first step
+        if not step.gradients:  # an optimizer has no divisor before its first step
             return True
         self.add_gradients(step, num_samples)
-        # Momentum may change: OneCycleLR moves it, and so does lr_coupling="adam" with the batch size.
+        # Momentum may change: OneCycleLR changes it, and lr_coupling="adam" changes it with the batch size.
         factor = _factor(self._optimizer.param_groups[self._group])
         needed = KEPT if factor else KEPT - 1
         if self._count < needed:
@@ -182,7 +181,7 @@ class SuccessiveGradients:
         return True
 
     def add_gradients(self, step: StepGradients, num_samples: int) -> None:
-        """Keep the gradients of a step in the place of the oldest ones."""
+        """Replace the oldest gradients by those of a new step."""
         place = self._count % KEPT
         sq_norm: Norms
         if self.signs is None:
@@ -190,7 +189,7 @@ class SuccessiveGradients:
         else:
             taken = self._kernel if applies(self.signs, step) else self.signs
             self.vectors[place], sq_norm = taken.of(step)
-            # Products of sums over ranks need the sums themselves: the numbers of one sketch travel at each step.
+            # Products of sums over ranks need the sums themselves, so each step adds one sketch over ranks.
             self._shards.ranks.sum_([self.vectors[place]])
         self._count += 1
         self._sizes = [num_samples, *self._sizes[: KEPT - 1]]
@@ -201,7 +200,7 @@ class SuccessiveGradients:
         gradients = step.gradients if step.moments is None else dict(step)
         if len(gradients) < len(views):
             vector.zero_()
-        # In the order of the parameters, as the views are.
+        # In the order of the parameters, like the views.
         places = list(views.values()) if len(gradients) == len(views) else [views[name] for name in gradients]
         with torch.no_grad():
             torch._foreach_copy_(places, [g.to_dense() if g.is_sparse else g for g in gradients.values()])
@@ -210,19 +209,19 @@ class SuccessiveGradients:
         return _dot(vector, vector)
 
     def products(self, factor: float) -> StepEstimate:
-        """Multiply the newest gradient with the one before and, to extrapolate, with the one before that."""
+        """Multiply the newest gradient with the previous one and, to extrapolate, with the one before that."""
         newest, last = self.vectors[(self._count - 1) % KEPT], self.vectors[(self._count - 2) % KEPT]
         products: list[Norms] = [_dot(newest, last), 0.0]
         if factor:
             products[1] = _dot(newest, self.vectors[self._count % KEPT])
-        if self.signs is not None and not self._shards.ranks.is_alone:  # all have whole sketches, whose parts add up
+        if self.signs is not None and not self._shards.ranks.is_alone:  # all have whole sketches, so each adds a part
             products = [each / self._shards.ranks.size for each in products]
         numbers = functools.partial(_numbers, sizes=(self._sizes[1], self._sizes[0]), factor=factor)
         return StepEstimate((self._sq_norms[1], self._sq_norms[0], *products), numbers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the gradients that the next steps will be multiplied with, and the signs they are sketched by."""
-        # The oldest of the three is written over by the next step, so two are enough.
+        """Return the gradients that the next steps need, and the signs of their sketches."""
+        # The next step replaces the oldest of the three, so two are enough.
         held = [(self._count - lag) % KEPT for lag in range(1, min(self._count, KEPT - 1) + 1)]
         return {
             "sketch": None if self.signs is None else {"size": self.signs.size, "seed": self.signs.seed},
@@ -237,7 +236,7 @@ class SuccessiveGradients:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with saved gradients, kept as they were, whatever the settings are here."""
+        """Continue with saved gradients in their saved form, whatever the settings are here."""
         for was, now in itertools.zip_longest(state["entries"].items(), self._parameters.items()):
             if was is None or now is None or was != (now[0], now[1].numel()):
                 here = now and (now[0], now[1].numel())
@@ -254,13 +253,13 @@ class SuccessiveGradients:
                     self.views[self._count][name].copy_(gradient)
             self._count += 1
         self._sizes = list(state["sizes"])
-        # Saved are the sums over ranks: the first one takes them over.
+        # The saved gradients are sums over ranks, so only the first rank takes them over.
         self._sq_norms = [each if self._shards.ranks.is_first else 0.0 for each in state["sq_norms"]]
         self.pause = state["pause"]
 
 
 def _size_of_sketch(parameters: Mapping[str, nn.Parameter], sketch: bool | None, size: int | None) -> int:
-    """Choose the numbers of a sketch; 0 for whole gradients."""
+    """Return the number of entries in a sketch; 0 for whole gradients."""
     if sketch is False or size is not None:
         return size or 0
     fitting = fitting_size(list(parameters.values()), sketches=KEPT)
@@ -270,7 +269,7 @@ def _size_of_sketch(parameters: Mapping[str, nn.Parameter], sketch: bool | None,
 
 
 def _flat(parameters: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Make a vector with room for all, and each parameter's place in it, strided as it is: all are copied at once."""
+    """Return a vector with room for all parameters, and each one's strided place in it: all are copied at once."""
     first = next(iter(parameters.values()))
     dtype = functools.reduce(torch.promote_types, (sum_dtype(p.dtype) for p in parameters.values()))
     vector = torch.zeros(sum(p.numel() for p in parameters.values()), dtype=dtype, device=first.device)
@@ -281,7 +280,7 @@ def _flat(parameters: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
-    """Multiply two vectors; the real part if they are complex."""
+    """Multiply two vectors; return the real part if they are complex."""
     if one.numel() <= LONGEST_DOT:
         return torch.vdot(one, other).real
     # In parts: a long float32 product on a CPU comes out too small (see LONGEST_DOT).
@@ -291,7 +290,7 @@ def _dot(one: Tensor, other: Tensor) -> Tensor:
 
 
 def require_settings(preconditioned: bool, sketch: bool | None, sketch_size: int | None) -> None:
-    """Raise for settings of `Moments` that make no sense."""
+    """Raise for settings of `Moments` that contradict each other."""
     require_choice("preconditioned", preconditioned, (True, False))
     require_choice("sketch", sketch, (None, True, False))
     if sketch_size is not None:
@@ -301,41 +300,42 @@ def require_settings(preconditioned: bool, sketch: bool | None, sketch_size: int
 
 
 class Moments(AveragedEstimator):
-    """Successive steps' gradients compared: what they have in common is signal, the rest noise. No layer is touched.
+    """An estimator that compares the gradients of successive steps: their common part is signal, the rest noise.
 
     Bias: a gradient's noise moves the weights, and the next gradients point against it. With momentum, products of
-    gradients one and two steps apart show by how much, and are extrapolated to none apart (`extrapolation`): what is
-    left is of higher order in the learning rate, and small except in the first epochs. Cost: a few passes over the
-    gradients a step, and three sketches of them (`sketch.py`), at most 1 % of the parameters' memory together; models
-    below some 6 million parameters are copied three times instead. No further backward pass, and no layer needs a
-    rule. Under BatchNorm it is right for the network as it trains, normalised over its whole batches.
+    gradients one and two steps apart show the size of this effect, which `extrapolation` removes. The remaining bias is
+    of higher order in the learning rate, and small except in the first epochs.
 
-    Without momentum, or with too little, only gradients one step apart are compared, and the bias stays: a step at
-    learning rate lr changes the next gradient by -lr * H g, H the Hessian, so to first order ||G||^2 comes out too
-    small by lr * E[g'Hg]. That makes B too large, nobody knows by how much. So the interval goes down to zero, and no
-    policy lets a batch grow on it: use `split` or `per-sample`. If ||G||^2 comes out below zero, the interval is
-    unbounded.
+    Cost: a few passes over the gradients in each step, and three sketches (`sketch.py`), together at most 1 % of the
+    parameters' memory. Models below some 6 million parameters are copied three times instead. There is no further
+    backward pass, and no layer needs a rule. With BatchNorm the estimate is right for the network as it trains,
+    normalised over its whole batches.
 
-    It reads gradients as `optimizer.step()` finds them: after clipping, without a GradScaler's scale, and of the whole
+    If momentum is too low, only gradients one step apart are compared, and the bias stays. A step at learning rate lr
+    changes the next gradient by -lr * H g, where H is the Hessian. To first order ||G||^2 is then too small by
+    lr * E[g'Hg], and B is too large by an unknown amount. So the interval begins at zero, and no policy grows the
+    batch: use `split` or `per-sample`. If ||G||^2 comes out negative, the interval is unbounded.
+
+    Gradients are read as `optimizer.step()` finds them: after clipping, without a GradScaler's scale, and of the whole
     batch if ranks share it. Batches without a step are in no estimate. Under FSDP2 each rank keeps its own shards.
 
     Args:
         decay: Below 1 for an exponential mean over estimates; 0.95 looks back some twenty.
-        preconditioned: Whether to measure gradients as an Adam-like optimizer sees them, each divided by what its own
-            step divides by.
-        every_steps: Makes one estimate every so many steps, or as few as it takes; the others cost next to nothing.
+        preconditioned: Whether to measure gradients as an Adam-like optimizer sees them, divided by the divisor of
+            their own step.
+        every_steps: Make one estimate every N steps, or at the smallest interval that works; other steps cost little.
         sketch: Whether to keep gradients as sketches, whose error is part of the interval, or whole. None: sketches if
             one of 2^14 numbers or more fits into 1 % of the parameters' memory.
-        sketch_size: Numbers of a sketch. None: the largest power of two that fits, and at most 2^20.
+        sketch_size: The number of entries in a sketch. None: the largest power of two that fits, at most 2^20.
     """
 
     name = "moments"
     has_inner_variance = True
     sees_all_ranks = True
     works_on_shards = True
-    trusts_negative = False  # the weights move between the compared steps, and that bias can carry ||G||^2 below zero
+    trusts_negative = False  # the weights move between the compared steps, and this bias can make ||G||^2 negative
     nothing_seen = "the epoch has ended, but no optimizer step on a batch of the loader was seen in it"
-    may_see_nothing = True  # large batches leave an epoch with a step or two
+    may_see_nothing = True  # with large batches an epoch has only a step or two
 
     def __init__(
         self,
@@ -370,7 +370,7 @@ class Moments(AveragedEstimator):
 
     @property
     def replay_token(self) -> object:
-        return True  # no pass has to be seen
+        return True  # no backward pass needs to be observed
 
     def _attach(self, context: TrainingContext, average: PairAverage) -> None:
         self._history = SuccessiveGradients(
@@ -381,7 +381,7 @@ class Moments(AveragedEstimator):
             every_steps=self._every_steps,
             sketch=self._sketch,
             sketch_size=self._sketch_size,
-            # The samples so far are the same on all ranks, so their signs are, and other ones in each epoch.
+            # All ranks have seen the same samples, so their signs agree, and each epoch has other signs.
             seed=context.loader.samples_delivered,
         )
         self._is_first = True
@@ -396,19 +396,19 @@ class Moments(AveragedEstimator):
         context, size = self.context, event.samples
         if event.batches > event.accumulate:
             size = self._used(event)
-            # A loader that fetches ahead has delivered one batch more at the first step; nothing was left out there.
+            # A prefetching loader has delivered an additional batch at the first step; no batch was left out there.
             if not self._is_first:
                 average = self._at_work()
                 average.skipped_samples = average.skipped_samples + event.samples - size
         self._is_first = False
-        # A mean over ranks of sums over their samples is the whole sum over the number of ranks.
+        # The mean over ranks of sums over their samples is the whole sum over the number of ranks.
         scale = 1.0 if context.loss_reduction == "mean" else context.loader.ranks.size / size
         self._history.add(optimizer, size, scale=scale)
         if context.other_optimizers:
             self._unchanged.first(optimizer)
 
     def _used(self, event: StepEvent) -> int:
-        """Count the samples of a step's gradient: a GradScaler or the loop made no step on the batches before."""
+        """Return the number of samples in a step's gradient; no step was made on the batches before."""
         last = self.context.loader.rank_shard.num_samples
         earlier = (event.samples - last) / (event.batches - 1)
         return last + round(earlier * ((event.batches - 1) % event.accumulate))

@@ -1,4 +1,4 @@
-"""The paper's Oracle: exact diversity of the whole dataset at the weights an epoch ended with."""
+"""The paper's Oracle: the exact diversity of the whole dataset at the weights at the end of an epoch."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,14 +13,14 @@ from divebatch.norms.compiled import uncompiled
 
 
 class Oracle(Estimator):
-    """Exact and unbiased, and expensive: one more forward and backward pass over all data after each measured epoch.
+    """The exact diversity of all data; costs one more forward and backward pass after each measured epoch.
 
-    Batches must be `(inputs, targets)`. Nothing is attached to the model during training. Ranks share the pass. A batch
-    whose gradients are not finite is in neither sum.
+    Batches must be `(inputs, targets)`. Nothing is attached to the model during training. Ranks share the pass. Batches
+    whose gradients are not finite are in neither sum.
 
     Args:
         loss_fn: The loss, called as `loss_fn(model(inputs), targets)`.
-        fallback: "vmap" measures layers that have no norm rule, slowly; None raises an error that names them.
+        fallback: "vmap" measures layers that have no norm rule, slowly. None: such layers raise an error.
     """
 
     name = "oracle"
@@ -31,10 +31,10 @@ class Oracle(Estimator):
         self._loss_fn, self._fallback = loss_fn, fallback
 
     def _prepare(self, context: TrainingContext) -> None:
-        NormMeter(uncompiled(context.model), fallback=self._fallback)  # never attached: its making checks the coverage
+        NormMeter(uncompiled(context.model), fallback=self._fallback)  # not attached: only checks the coverage
 
     def window(self) -> Diversity:
-        """Measure at the current weights, like `finish`: nothing is attached."""
+        """Measure at the current weights, like `finish`, since nothing is attached."""
         return self.finish()
 
     def finish(self) -> Diversity:

@@ -19,7 +19,7 @@ from divebatch.norms.sharded import is_sharded
 def _numbers(values: Sequence[float]) -> tuple[float, ...]:
     """Return weight, tr(Sigma) and ||G||^2.
 
-    The values: sum of ||g_i||^2, ||sum of g_i||^2, samples, and whether all gradients are finite.
+    The values are the sum of ||g_i||^2, ||sum of g_i||^2, samples, and whether all gradients are finite.
     """
     total, of_sum, size, is_finite = values
     if not is_finite:
@@ -30,19 +30,19 @@ def _numbers(values: Sequence[float]) -> tuple[float, ...]:
 
 
 class PerSample(AveragedEstimator):
-    """Per-sample norms against the norm of their sum, for each backward pass at its own weights.
+    """An estimator that compares the gradients of single samples, for each backward pass at its own weights.
 
-    Bias: none. Cost: norms within the normal backward passes, and one copy of the trainable parameters. It has the
-    least scatter of all that look at single steps, since a batch of b counts as b chunks. BatchNorm in training mode is
-    an error, as samples then have no gradients of their own: use `split` or `moments`.
+    Bias: none. Cost: norms within the normal backward passes, and one copy of the trainable parameters. Of all
+    estimators from single steps this one has the least scatter, since a batch of b counts as b chunks. BatchNorm in
+    training mode raises an error, since samples then have no gradients of their own: use `split` or `moments`.
 
     Args:
         decay: Below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
-        preconditioned: Not possible here: an error that names the estimators that can.
+        preconditioned: Not possible here: the error names the estimators that support it.
         mode: "exact" norms, or "sketch" for unbiased estimates of them at a fraction of the time.
         compiled: Whether the model is compiled with `torch.compile`.
-        fallback: "vmap" measures layers that have no norm rule, slowly; None raises an error that names them.
-        grad_scaler: The `torch.amp.GradScaler` that multiplies the losses, where there is one.
+        fallback: "vmap" measures layers that have no norm rule, slowly. None: such layers raise an error.
+        grad_scaler: The `torch.amp.GradScaler` that multiplies the losses. None: there is none.
     """
 
     name = "per-sample"
@@ -71,7 +71,7 @@ class PerSample(AveragedEstimator):
         self._settings = {"mode": mode, "compiled": compiled, "fallback": fallback, "grad_scaler": grad_scaler}
 
     def _prepare(self, context: TrainingContext) -> None:
-        self.min_batch_size = context.loader.ranks.size + 1  # one rank must have two samples, which it compares
+        self.min_batch_size = context.loader.ranks.size + 1  # one rank must have two samples to compare
         self._meter = meter_of(context, on_pass=self._take, **self._settings)
         self._batch_norms = {name: m for name, m in context.model.named_modules() if isinstance(m, _BatchNorm)}
 
@@ -96,7 +96,7 @@ class PerSample(AveragedEstimator):
 
 
 def suits_per_sample(context: TrainingContext, batch_size: int) -> bool:
-    """Say whether each sample has gradients of its own, every layer a rule, and each pass more than one sample."""
+    """Return whether samples have their own gradients, every layer has a rule, and each pass more than one sample."""
     model = context.model
     if batch_size <= context.loader.ranks.size or is_compiled(model) or any(map(is_sharded, model.parameters())):
         return False

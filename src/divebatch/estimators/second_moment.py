@@ -1,4 +1,4 @@
-"""The gradients of a step as an estimate takes them: unscaled, and divided by the root of Adam's second moment."""
+"""The gradients of a step without a GradScaler's scale, and divided by the root of Adam's second moment."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,35 +15,35 @@ from divebatch.norms.sharded import local
 from divebatch.norms.sketch import sum_dtype
 
 LARGEST_MOMENT = "max_exp_avg_sq"
-"""Where AMSGrad keeps the largest second moment so far, by which it divides."""
+"""The key under which AMSGrad keeps the largest second moment so far, by which it divides."""
 SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
-"""Where torch's optimizers keep it: Adam and its kin, RMSprop."""
+"""The keys under which torch's optimizers keep the second moment: Adam and its variants, RMSprop."""
 CORRECTED = "betas"
-"""Optimizers with these correct the running mean for its start at zero."""
+"""A setting that only optimizers have that correct the running mean for its start at zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecondMoment:
-    """An optimizer's second moment of one parameter, as it stands before a step."""
+    """An optimizer's second moment of one parameter before a step."""
 
     mean: Tensor
     """The running mean of squares."""
     largest: Tensor | None
-    """AMSGrad's."""
+    """The largest mean so far, kept by AMSGrad."""
     step: Tensor
-    """Steps so far, on whichever device the optimizer counts them."""
+    """Steps so far, on the device where the optimizer counts them."""
     decay: float
-    """How much of the mean the step keeps."""
+    """The fraction of the mean that the step keeps."""
     eps: float
     is_corrected: bool
 
 
 class Preconditioner:
-    """The divisor of an optimizer's gradients: sqrt(v) + eps, v its second moment, corrected as it does.
+    """The divisor of an optimizer's gradients: sqrt(v) + eps, with v its second moment and the optimizer's correction.
 
-    `divided` takes the v that the step about to come will have, with the gradient's own square in it. Otherwise a few
-    coordinates that were hardly ever seen (embeddings of rare tokens) would be divided by next to nothing and be all of
-    the noise. `scales` takes the v before the step: for chunks of a batch, which must all be divided by the same.
+    `divided` uses the v of the coming step, which includes the gradient's own square. Otherwise rarely used coordinates
+    (embeddings of rare tokens) would be divided by almost nothing and dominate the noise. `scales` uses the v before
+    the step, for chunks of a batch, which must all have the same divisor.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -51,8 +51,8 @@ class Preconditioner:
         self._optimizer, self._parameters = optimizer, parameters
 
     def moments(self) -> dict[str, SecondMoment]:
-        """Return them by parameter name, of those that the optimizer has moved; none before its first step."""
-        # Asked anew each time, since groups are replaced where a state is loaded.
+        """Return the second moments by parameter name; parameters that were never updated have none."""
+        # Looked up each time, since loading a state replaces the groups.
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         found = ((name, self._moment(p, groups.get(id(p)))) for name, p in self._parameters.items())
         return {name: moment for name, moment in found if moment is not None}
@@ -83,14 +83,14 @@ class Preconditioner:
 
 
 class StepGradients:
-    """(name, gradient) pairs of one step, one at a time, so that a reader need not hold them all; times `scale`.
+    """Pairs (name, gradient) of one step, times `scale`; produced one at a time, so that a reader need not hold all.
 
     Args:
         gradients: The gradients as the optimizer's step finds them, by parameter name.
         scale: The factor that makes them the mean over the batch's samples.
-        grad_scale: The scale that a GradScaler left them multiplied with.
-        preconditioner: Divides them; parameters that the optimizer has not moved yet are left out.
-        offsets: For gradients that are shards of their parameters', the number of the first entry there.
+        grad_scale: The remaining scale of a GradScaler.
+        preconditioner: The divisor of the gradients; parameters that were never updated are left out.
+        offsets: The number of the first entry of each gradient that is a shard of its parameter's.
     """
 
     def __init__(
@@ -104,15 +104,15 @@ class StepGradients:
     ) -> None:
         self.offsets = offsets or {}
         self.moments = None if preconditioner is None else preconditioner.moments()
-        """The second moments that divide; None if nothing does."""
+        """The second moments that divide; None if there is no division."""
         self.gradients = gradients
         if self.moments is not None:
             self.gradients = {name: each for name, each in gradients.items() if name in self.moments}
-        # A division takes gradients as the optimizer will square them, so their own scale must go before.
+        # The optimizer squares unscaled gradients, so the scale is removed before the division.
         self.scale = scale / grad_scale if self.moments is None else scale
-        """The factor that is left to multiply by."""
+        """The factor that remains to be applied."""
         self.unscale = 1 / grad_scale
-        """The factor before a division."""
+        """The factor applied before a division."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, gradient in self.gradients.items():
@@ -121,7 +121,7 @@ class StepGradients:
 
 
 def divided(gradient: Tensor, moment: SecondMoment, scale: float) -> Tensor:
-    """Divide `scale` times the gradient. `scale` makes it what the optimizer will square, without a GradScaler's."""
+    """Divide `scale` times the gradient; `scale` removes a GradScaler's, so that squares are the optimizer's."""
     return _by_parts(gradient, partial(_divided, moment=moment, scale=scale))
 
 
@@ -134,7 +134,7 @@ def _divided(gradient: Tensor, moment: SecondMoment, scale: float) -> Tensor:
 
 
 def _divisor_from(mean: Tensor, moment: SecondMoment, steps_more: int) -> Tensor:
-    """Compute the divisor some steps from now, if `mean` is the second moment then; written over it."""
+    """Compute the divisor in some steps, if `mean` is the second moment then; overwrites `mean`."""
     if moment.largest is not None:
         torch.maximum(mean, moment.largest.to(mean.dtype), out=mean)
     if moment.is_corrected:
@@ -144,7 +144,7 @@ def _divisor_from(mean: Tensor, moment: SecondMoment, steps_more: int) -> Tensor
 
 
 def rescaled(gradients: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Multiply gradients by scales; without parameters that the optimizer has not moved yet."""
+    """Multiply gradients by scales, leaving out parameters that were never updated."""
     return {
         name: _by_parts(gradient, partial(_multiplied, scale=scales[name]))
         for name, gradient in gradients.items()
@@ -157,7 +157,7 @@ def _multiplied(gradient: Tensor, scale: Tensor) -> Tensor:
 
 
 def _by_parts(gradient: Tensor, divide: Callable[[Tensor], Tensor]) -> Tensor:
-    """Divide real and imaginary part each by itself, as torch's optimizers do."""
+    """Divide real and imaginary parts separately, as torch's optimizers do."""
     return torch.view_as_complex(divide(_real(gradient))) if gradient.is_complex() else divide(gradient)
 
 
@@ -171,7 +171,7 @@ def _summed(tensor: Tensor) -> Tensor:
 
 
 def require_second_moment(optimizer: Optimizer) -> None:
-    """Raise for an optimizer that divides by nothing."""
+    """Raise if the optimizer does not divide by a running second moment."""
     if "eps" not in optimizer.defaults or optimizer.defaults.get("centered") or isinstance(optimizer, Adadelta):
         raise ArgumentError(
             f"preconditioned=True is for optimizers that divide by the root of a running second moment (Adam, AdamW, "

@@ -1,13 +1,13 @@
-"""Sketches of gradients: a few numbers each, whose products estimate those of the gradients.
+"""Sketches of gradients: a few numbers each, whose products estimate the products of the gradients.
 
 A sketch S is linear, with random signs: E<Sg, Sh> = <g, h>, with a variance of at most (|g|^2 |h|^2 + <g, h>^2) / m for
-sketches of m numbers. The coordinates of each parameter are cut into lines of m. Each line is multiplied with m signs
-from a table of 2 m, from a random place on, and with a sign of its own; it is rotated by a random distance and added to
-the sketch. Two coordinates of one line never meet, two of different lines meet with probability 1 / m, and the signs of
-the lines make products unbiased. Sketches of shards add up.
+sketches of m numbers. The coordinates of each parameter are cut into lines of m. Each line is multiplied by m signs
+from a table of 2 m, starting at a random place, and by a sign of its own. Then it is rotated by a random distance and
+added to the sketch. Coordinates of one line never meet; those of different lines meet with probability 1 / m. The
+lines' own signs make products unbiased. Sketches of shards add up.
 
-On NVIDIA GPUs a Triton kernel reads each gradient once, unless DIVEBATCH_TRITON=0 is set. It is tested against the
-plain way.
+On NVIDIA GPUs a Triton kernel reads each gradient once, unless DIVEBATCH_TRITON=0 is set. The kernel is tested against
+the plain computation.
 """
 
 import functools
@@ -25,29 +25,29 @@ from divebatch.norms.sharded import Shards
 from divebatch.norms.sketch import sum_dtype
 
 LEAST_SIZE = 2**14
-"""Numbers of a sketch below which gradients are rather kept whole: ||G||^2 is then off by 1.1 % (s.d.), while the
-noise of the gradients leaves it uncertain by several percent over an epoch; see docs/estimators.md."""
+"""The number of entries below which gradients are kept whole instead: the error of ||G||^2 is then 1.1 % (s.d.), while
+gradient noise makes it uncertain by several percent over an epoch; see docs/estimators.md."""
 MOST_SIZE = 2**20
 SHARE = 0.01
-"""The most that all sketches together take, as a share of the parameters' bytes."""
+"""The most memory for all sketches together, as a fraction of the parameters' bytes."""
 TABLE_LENGTHS = 2
-"""Lengths of a sketch that the table of signs has."""
+"""The length of the table of signs, in lengths of a sketch."""
 BYTES_PER_LINE = 48
-"""Memory of each line: its draws and, on a GPU, where to find it."""
+"""Memory of each line: its draws and, on a GPU, its address."""
 LONGEST_NORM = 2**20
-"""Entries: in float32 the norm of 10^8 came out 1.1 % too small on a CPU."""
+"""The most entries in one norm: on a CPU in float32, the norm of 10^8 came out 1.1 % too small."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Types that the kernel reads."""
+"""Types that the kernel can read."""
 TOLERANCE = 1e-4
-"""Relative to the norm of the sketch, in the first comparison with the plain way: float32 sums in another order."""
+"""The tolerance of the first comparison with the plain computation, relative to the sketch's norm."""
 MOST_LAYOUTS = 16
-"""Layouts that are kept, for steps in which other parameters have gradients."""
+"""The most layouts that are kept, for steps in which other parameters have gradients."""
 Group = tuple[torch.dtype, torch.dtype | None]
-"""Types of gradients and moments, which a kernel is made for."""
+"""Types of gradients and moments, for which a kernel is compiled."""
 
 
 def sketch_dtype(parameters: Collection[Tensor]) -> torch.dtype:
-    """Return the type of a sketch of gradients of `parameters`: real, and at least float32."""
+    """Return the type for a sketch of gradients of `parameters`: real, and at least float32."""
     dtype = functools.reduce(torch.promote_types, (sum_dtype(p.dtype) for p in parameters))
     return dtype.to_real()
 
@@ -70,8 +70,8 @@ class SignSketch:
 
     Args:
         parameters: The parameters whose gradients are sketched, by name.
-        size: Numbers of a sketch.
-        seed: Determines all signs and rotations.
+        size: The number of entries in a sketch.
+        seed: The seed of all signs and rotations.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], size: int, *, seed: int) -> None:
@@ -90,7 +90,7 @@ class SignSketch:
         self.draws = torch.stack(
             [draw(0, size, (lines,)), draw(0, size + 1, (lines,)), draw(0, 2, (lines,)) * 2 - 1], 1
         )
-        """(lines, 3): how far a line is rotated, where its signs begin in the table, its own sign."""
+        """(lines, 3): each line's rotation, the start of its signs in the table, and its own sign."""
         self.table = (draw(0, 2, (TABLE_LENGTHS * size,)) * 2 - 1).to(self.device, torch.int8)
 
     @property
@@ -100,11 +100,11 @@ class SignSketch:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the signs and rotations."""
+        """Memory of the signs and rotations, in bytes."""
         return sum(each.numel() * each.element_size() for each in (self.draws, self.table))
 
     def of(self, step: StepGradients) -> tuple[Tensor, Norms]:
-        """Sketch a step's gradients or shards; returns the sketch and the norms of the gradients, which are exact."""
+        """Sketch a step's gradients or shards; return the sketch and the exact norms of the gradients."""
         total = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         norms: list[Tensor] = []
         for name, gradient in step:
@@ -116,25 +116,25 @@ class SignSketch:
         return total, torch.stack(norms) * abs(step.scale)
 
     def _add(self, total: Tensor, flat: Tensor, name: str, *, start: int, scale: float) -> None:
-        """Add to `total` the sketch of `flat`, the entries of parameter `name` from the one numbered `start` on."""
+        """Add to `total` the sketch of `flat`, the entries of parameter `name` from number `start` on."""
         lines = range(start // self.size, -(-(start + len(flat)) // self.size)) if len(flat) else range(0)
         draws = self.draws[self.first_lines[name] + lines.start :][: len(lines)].tolist()
         for line, (rotation, place, sign) in zip(lines, draws, strict=True):
             begin, end = (min(max(at - start, 0), len(flat)) for at in (line * self.size, (line + 1) * self.size))
-            first = start + begin - line * self.size  # where a shard begins within a line
+            first = start + begin - line * self.size  # the start of a shard within a line
             signs = self.table[place + first :][: end - begin].to(self.dtype)
             bucket = (rotation + first) % self.size
             turn = min(end - begin, self.size - bucket)
             total[bucket : bucket + turn].addcmul_(flat[begin : begin + turn], signs[:turn], value=sign * scale)
-            if begin + turn < end:  # the rest begins anew
+            if begin + turn < end:  # the rest wraps around
                 total[: end - begin - turn].addcmul_(flat[begin + turn : end], signs[turn:], value=sign * scale)
 
 
 class KernelSketch:
-    """A `SignSketch` by the kernel.
+    """A `SignSketch` computed by the kernel.
 
-    Nothing here waits for the device. Addresses of gradients are sent there only where they changed: under CUDA graphs
-    they do not.
+    No method waits for the device. Addresses of gradients are sent there only after a change: under CUDA graphs they do
+    not change.
     """
 
     def __init__(self, signs: SignSketch) -> None:
@@ -143,7 +143,7 @@ class KernelSketch:
         self._addresses: dict[tuple[str, Group], tuple[list[int], Tensor]] = {}
 
     def of(self, step: StepGradients) -> tuple[Tensor, Norms]:
-        """Sketch like `SignSketch.of`."""
+        """Sketch a step's gradients like `SignSketch.of`."""
         groups: dict[Group, list[str]] = {}
         for name, gradient in step.gradients.items():
             moment = None if step.moments is None else step.moments[name].mean.dtype
@@ -170,7 +170,7 @@ class KernelSketch:
             return sketch_kernel.sketch(*arguments, types=types, unscale=step.unscale, scale=step.scale)
 
     def _layout(self, pieces: tuple[tuple[str, int, int], ...]) -> tuple[Tensor, Tensor]:
-        """Lay out the lines of pieces (name, number of the first entry, number of entries), with their draws."""
+        """Return the lines of pieces (name, number of the first entry, number of entries), with their draws."""
         if pieces not in self._layouts:
             rows, lines, size = [], [], self._signs.size
             for index, (name, start, numel) in enumerate(pieces):
@@ -193,8 +193,8 @@ class KernelSketch:
 
 
 def _factors(moments: Sequence[SecondMoment], device: torch.device) -> Tensor:
-    """Return (K, 3): how much of each moment a step keeps, its correction, and eps."""
-    # The steps are counted on the device by some optimizers: reading them would wait for it.
+    """Return (K, 3): the fraction of each moment that a step keeps, its correction, and eps."""
+    # Some optimizers count steps on the device: reading them would wait for it.
     steps = torch.stack([each.step.reshape(()) for each in moments]).to(torch.float32) + 1
     known = torch.tensor([(each.decay, float(each.is_corrected), each.eps) for each in moments])
     known, steps = (each if each.device == device else _send(each, device) for each in (known, steps))
@@ -203,7 +203,7 @@ def _factors(moments: Sequence[SecondMoment], device: torch.device) -> Tensor:
 
 
 def _send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy from pinned memory, so that nobody waits."""
+    """Copy from pinned memory, so that the host does not wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -221,14 +221,14 @@ def applies(signs: SignSketch, step: StepGradients) -> bool:
 
 @functools.cache
 def _agrees(device: torch.device) -> bool:
-    """Compare the kernel with the plain way on this device, before its first use."""
+    """Compare the kernel with the plain computation on this device, before its first use."""
     generator, reason = torch.Generator().manual_seed(0), "it gives another result"
     drawn = {str(n): nn.Parameter(torch.randn(n, generator=generator).to(device)) for n in (5000, 3, 1024)}
     signs, step = SignSketch(drawn, 1500, seed=0), StepGradients(drawn, scale=0.5)
     plain = signs.of(step)[0]
     try:
         is_close = float((KernelSketch(signs).of(step)[0] - plain).norm()) <= TOLERANCE * float(plain.norm())
-    except Exception as error:  # whatever a compiler or a driver may raise: there is another way
+    except Exception as error:  # a compiler or driver may raise anything, and the plain way works
         is_close, reason = False, f"{type(error).__name__}: {error}"
     if not is_close:
         warn_user(f"the sketch kernel does not work on {device} ({reason}): gradients are sketched by a slower way")

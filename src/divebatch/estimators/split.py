@@ -1,4 +1,4 @@
-"""Unbiased estimates from the chunks that a batch is cut into: by micro-batches, or by ranks."""
+"""Unbiased estimates from the chunks of a batch, cut by micro-batches or by ranks."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -57,11 +57,11 @@ class _Chunked(AveragedEstimator):
     def _attach(self, context: TrainingContext, average: PairAverage) -> None:
         self._parameters = trainable(context.model)
         self._delivered = self._chunked = 0
-        """Samples that came to this rank up to the last step, and those of chunks, since measuring began."""
+        """Samples delivered to this rank by the last step, and samples of chunks, since measuring began."""
         self._handles: list[RemovableHandle] = []
         for name, parameter in self._parameters.items():
             self._handles.append(parameter.register_hook(partial(self._receive, name)))
-            # Fires for backward() and not for autograd.grad(): a look at gradients in between is no training.
+            # Fires for backward(), not for autograd.grad(): gradients read in between are not part of training.
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
 
     def _detach(self) -> None:
@@ -91,17 +91,17 @@ class _Chunked(AveragedEstimator):
             self._take(own, weight, applied=1.0)
 
     def _is_looking(self) -> bool:
-        """Say whether the batch under way is looked at."""
+        """Return whether the current batch is measured."""
         return True
 
     def _take(self, gradients: Mapping[str, Tensor], weight: LossWeight, *, applied: float) -> None:
         shard = self.context.loader.rank_shard
         rank_weight = shard.weight_for("mean")
-        if not rank_weight or not weight:  # of a dummy
+        if not rank_weight or not weight:  # a dummy's
             return
         size = shard.mine if weight.num_samples is None else weight.num_samples
         self._chunked += size
-        is_scaled = getattr(self._grad_scaler, "_scale", None) is not None  # a scaler that was used so far
+        is_scaled = getattr(self._grad_scaler, "_scale", None) is not None  # the scaler was used before
         loss_scale = float(self._grad_scaler.get_scale()) if is_scaled else 1.0
         self._add(gradients, size, float(weight), 1 / (applied * rank_weight * loss_scale))
 
@@ -118,7 +118,7 @@ class _Chunked(AveragedEstimator):
             )
 
     def _require_whole_batches(self, num_chunks: int) -> None:
-        # Half a batch's chunks are of one rank alone, and a state must be that of all ranks.
+        # The chunks of half a batch belong to one rank, and a state must be that of all ranks.
         if num_chunks and not self.context.loader.ranks.is_alone:
             raise UsageError("ranks that share a batch save their state after an optimizer step, not within one")
 
@@ -127,8 +127,8 @@ def numbers_of_chunks(values: Sequence[float], *, sizes: Sequence[int], factors:
     """Return weight, tr(Sigma), ||G||^2 and Var_i<g_i, g> from chunks of samples at the same weights.
 
     Args:
-        values: Squared norms of each chunk's gradients, of the sum of gradients over all samples, and of the sum that
-            the last of three or more chunks was added to.
+        values: Squared norms of each chunk's gradients, of the sum of gradients over all samples, and of the sum before
+            the last of three or more chunks.
         sizes: Samples of each chunk.
         factors: Factors that turn each chunk's squared norm into that of its mean gradient.
     """
@@ -143,17 +143,17 @@ def numbers_of_chunks(values: Sequence[float], *, sizes: Sequence[int], factors:
 
 
 class GradientSums:
-    """Sums of chunk gradients; they cost one copy of the trainable parameters.
+    """Sums of chunk gradients, in one copy of the trainable parameters.
 
-    With an `optimizer` gradients are first divided by the root of its second moment, as it stood at the first of the
-    chunks that belong together; that costs a second copy.
+    With an `optimizer`, gradients are first divided by the root of its second moment, as before the first of the
+    compared chunks. This costs a second copy.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, optimizer: Optimizer | None = None) -> None:
         self._preconditioner = Preconditioner(optimizer, parameters) if optimizer is not None else None
         self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in parameters.items()}
         self.sizes: list[int] = []
-        """Samples of the chunks so far."""
+        """Samples of each chunk so far."""
         self.forget()
 
     def forget(self) -> None:
@@ -162,27 +162,27 @@ class GradientSums:
         self._factors: list[float] = []
         self._norms: list[Norms] = []
         self._before_last: Norms | None = None
-        """Norms of the sum that the last chunk was added to, if that held more than the first chunk."""
+        """Norms of the sum before the last chunk, if that sum held more than the first chunk."""
         self._scales: dict[str, Tensor] | None = None
         torch._foreach_zero_(list(self._sums.values()))
 
     def add(self, gradients: Mapping[str, Tensor], num_samples: int, *, scale: float = 1.0) -> None:
         """Add a chunk of `num_samples` samples whose mean gradient is `scale` times `gradients`.
 
-        Before an optimizer's first step there is nothing to divide by, and the chunk is left out. So is one of no
-        samples, which is what a loader counts that was left within an epoch and starts again.
+        Before an optimizer's first step there is no divisor, and the chunk is left out. A chunk without samples, from
+        an epoch that was left early and starts again, is left out too.
         """
         if num_samples == 0:
             return
         if self._preconditioner is not None:
-            # Those of the first chunk for all that are compared: another divisor would look like noise.
+            # All compared chunks use the divisor of the first one: another divisor would look like noise.
             self._scales = self._scales or self._preconditioner.scales()
             if self._scales is None:
                 return
             gradients = rescaled(gradients, self._scales)
         sums = [self._sums[name] for name in gradients]
         plain = [addend(gradient, total) for gradient, total in zip(gradients.values(), sums, strict=True)]
-        # Two chunks cost no more than they must.
+        # Two chunks should not cost more than necessary.
         self._before_last = norms_of(list(self._sums.values())) if len(self.sizes) > 1 else None
         self.sizes.append(num_samples)
         self._factors.append(scale**2)
@@ -196,7 +196,7 @@ class GradientSums:
         return StepEstimate(parts, partial(numbers_of_chunks, sizes=self.sizes, factors=self._factors))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of chunks that wait for more."""
+        """Return the sums of chunks that wait for further ones."""
         squares = [factor * each for factor, each in zip(self._factors, read(self._norms), strict=True)]
         return {
             "sizes": list(self.sizes),
@@ -210,7 +210,7 @@ class GradientSums:
         """Continue with saved sums."""
         self.forget()
         self.sizes, self._norms = list(state["sizes"]), list(state["sq_norms"])
-        # The saved squares have their factors in them already.
+        # The saved squares already include their factors.
         self._factors, self._before_last = [1.0] * len(self._norms), state["before_last"]
         for name, total in state["sums"].items():
             self._sums[name].copy_(total)
@@ -219,23 +219,22 @@ class GradientSums:
 
 
 class Split(_Chunked):
-    """Chunks of one batch compared at the same weights: what they have in common is signal, the rest is noise.
+    """An estimator that compares chunks of one batch at the same weights: their common part is signal, the rest noise.
 
-    It sees the backward passes between two optimizer steps, so gradient accumulation is all it needs: over several
+    The chunks are the backward passes between two optimizer steps. So gradient accumulation is sufficient: over several
     batches of the loader, or over parts of one from `divebatch.micro_batches`. The loss must be a mean over samples.
 
-    Bias: none, with chunks of any sizes. Under BatchNorm it is right for the network as it trains, normalised over one
-    chunk at a time. Cost: one copy of the trainable parameters, and more backward passes if batches would not have been
-    cut anyway. No layer needs a rule. A GradScaler that skips a step leaves out its batch and the next, whose passes
-    are compared with it.
+    Bias: none, with chunks of any sizes. With BatchNorm the estimate is right for the network as it trains, normalised
+    over one chunk at a time. Cost: one copy of the trainable parameters, and more backward passes if batches would
+    otherwise not be cut. No layer needs a rule. If a GradScaler skips a step, its batch and the next are left out.
 
     Args:
         decay: Below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
-        preconditioned: Whether to measure gradients as an Adam-like optimizer sees them, each coordinate over the root
-            of its running second moment.
-        every_steps: Looks at one batch in so many, the first of them. The others may go through as a whole;
+        preconditioned: Whether to measure gradients as an Adam-like optimizer sees them, each coordinate divided by the
+            root of its running second moment.
+        every_steps: Measure only every Nth batch, starting with the first. The others may be processed whole;
             `control.plan().min_micro_batches` says for each batch whether it must be cut.
-        grad_scaler: The `torch.amp.GradScaler` that multiplies the losses; None if there is none.
+        grad_scaler: The `torch.amp.GradScaler` that multiplies the losses. None: there is none.
     """
 
     name = "split"
@@ -254,7 +253,7 @@ class Split(_Chunked):
         super()._prepare(context)
         if self._preconditioned:
             require_second_moment(context.require_one_optimizer("preconditioned=True", self.name))
-        self.min_batch_size = context.loader.ranks.size + 1  # one rank must have two samples, which it compares
+        self.min_batch_size = context.loader.ranks.size + 1  # one rank must have two samples to compare
 
     def _attach(self, context: TrainingContext, average: PairAverage) -> None:
         super()._attach(context, average)
@@ -283,7 +282,7 @@ class Split(_Chunked):
             self._count_batches(self._num_batches + bool(event.samples))
         elif sizes:
             average.num_samples = average.num_samples + sum(sizes)
-            if len(sizes) > 1:  # else the next batch has to show what this one did not
+            if len(sizes) > 1:  # else the next batch is measured instead
                 average.add_step(self._sums.estimate())
                 self._count_batches(self._num_batches + 1)
         if sizes:
@@ -302,10 +301,10 @@ class Split(_Chunked):
 
 
 def _numbers_of_ranks(values: Sequence[float]) -> tuple[float, ...]:
-    """Return weight, tr(Sigma) and ||G||^2 from values added up over ranks.
+    """Return weight, tr(Sigma) and ||G||^2 from values added over ranks.
 
-    They are the sum of s_j ||g_j||^2, the squared norm of what the optimizer gets, chunks, samples, and the squared sum
-    of the weights that the optimizer's gradient is added up with.
+    The values are the sum of s_j ||g_j||^2, the squared norm of the optimizer's gradient, chunks, samples, and the
+    squared sum of the weights in the optimizer's gradient.
     """
     weighted, mean, chunks, samples, sq_weights = values
     if chunks < 2:
@@ -314,19 +313,19 @@ def _numbers_of_ranks(values: Sequence[float]) -> tuple[float, ...]:
 
 
 class AcrossRanks(_Chunked):
-    """Ranks and micro-batches compared as chunks of one batch at the same weights: what they agree on is signal.
+    """An estimator that compares ranks and micro-batches as chunks of one batch: their common part is signal.
 
-    Each rank squares its own gradient before DDP averages it, and the first one the average that the optimizer gets.
-    Those few numbers are added over ranks once an epoch, or every 512 steps. The loss must be a mean over samples. One
-    process alone has only its micro-batches for chunks, as in `split`.
+    Each rank squares its own gradient before DDP averages it, and rank 0 also squares the average that the optimizer
+    gets. These few numbers are added over ranks once an epoch, or every 512 steps. The loss must be a mean over
+    samples. In a single process the chunks are its micro-batches, as in `split`.
 
-    Bias: none, with chunks of any sizes. Cost: two norms a step and no copy of the parameters. k chunks scatter as a
-    batch of k samples would. Gradients must reach the optimizer as the backward passes made them: under clipping use
-    `split`. A GradScaler that skips a step leaves out its batch and the next, whose passes are compared with it.
+    Bias: none, with chunks of any sizes. Cost: two norms a step, without a copy of the parameters. k chunks scatter as
+    much as a batch of k samples. Gradients must reach the optimizer unchanged: with clipping, use `split`. If a
+    GradScaler skips a step, its batch and the next are left out.
 
     Args:
         decay: Below 1 for an exponential mean over steps; 0.95 looks back some twenty steps.
-        grad_scaler: The `torch.amp.GradScaler` that multiplies the losses; None if there is none.
+        grad_scaler: The `torch.amp.GradScaler` that multiplies the losses. None: there is none.
     """
 
     name = "ranks"
@@ -365,7 +364,7 @@ class AcrossRanks(_Chunked):
             return
         average = self._at_work()
         average.num_samples = average.num_samples + event.samples
-        # The mean is the same on all ranks: in the first one's part alone, adding them up counts it once.
+        # The mean is the same on all ranks: only the first rank adds it, so that it counts once.
         is_first, grad_scale = self._ranks_here.is_first, scale_of_gradients(optimizer)
         used = [p.grad for p in self._parameters.values() if p.grad is not None] if is_first else []
         parts: list[Norms] = [

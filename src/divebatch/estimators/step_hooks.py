@@ -1,4 +1,4 @@
-"""Hooks on optimizers, and the state of gradients when a step uses them."""
+"""Hooks on optimizers, and the state of gradients at a step."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ from divebatch.norms.sharded import local
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 LOOKS = 3
-"""Batches whose gradients are compared between the steps of several optimizers; each look waits for the device."""
+"""Batches whose gradients are compared between several optimizers' steps; each comparison waits for the device."""
 
 
 def before_step(optimizer: Optimizer, then: Callable[[], None]) -> RemovableHandle:
-    """Call `then` once a step: before it or, if the step makes its gradients by a closure, after that first ran.
+    """Call `then` once a step: before the step or, if a closure makes the gradients, after its first run.
 
-    A hook before `step(closure)` finds the gradients of the step before. Lightning always steps like that.
+    A hook before `step(closure)` would find the previous step's gradients. Lightning always steps with a closure.
     """
 
     def hook(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
@@ -35,7 +35,7 @@ def before_step(optimizer: Optimizer, then: Callable[[], None]) -> RemovableHand
 
         def followed() -> Any:
             result = closure()
-            if waiting:  # line searches call it again at other weights
+            if waiting:  # line searches call the closure again at other weights
                 waiting.pop()()
             return result
 
@@ -45,15 +45,15 @@ def before_step(optimizer: Optimizer, then: Callable[[], None]) -> RemovableHand
 
 
 def is_recorded(tensor: Tensor) -> bool:
-    """Say whether the pass under way is only written down for a CUDA graph: replays count, and no hook sees them."""
+    """Return whether a CUDA graph records the current pass: only replays count, and no hook sees them."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def scale_of_gradients(optimizer: Optimizer) -> float:
-    """Return what the gradients at hand are still multiplied with; infinite if the step about to come does nothing.
+    """Return the remaining scale of the current gradients; infinite if the coming step will be skipped.
 
-    A GradScaler leaves it to optimizers with fused=True to undo its scale and to skip what overflowed: it hands them
-    both in two attributes for as long as the step takes. Others step on gradients that are as they should be.
+    A GradScaler leaves unscaling and skipping to optimizers with fused=True, through two attributes that exist during
+    the step. Other optimizers step on gradients without a scale.
     """
     found_inf = getattr(optimizer, "found_inf", None)
     if found_inf is not None and float(found_inf) > 0:
@@ -65,26 +65,26 @@ def scale_of_gradients(optimizer: Optimizer) -> float:
 class UnchangedGradients:
     """A warning if gradients change between the steps of several optimizers on one batch.
 
-    The first of these steps counts for all, as later its own gradients may be gone. A GradScaler that unscales each
-    optimizer's gradients right before its step makes the others wrong.
+    The first of these steps counts for all, since its gradients may be gone later. The other gradients are wrong if a
+    GradScaler unscales each optimizer's gradients right before its step.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         self._looks = LOOKS if len(optimizers) > 1 else 0
         self._norms: dict[Optimizer, float] = {}
-        """That of a gradient of each other optimizer, at the first one's step."""
+        """The norm of one gradient of each other optimizer, at the first optimizer's step."""
 
     def first(self, optimizer: Optimizer) -> None:
-        """Note the gradients when the first optimizer steps on a batch."""
+        """Record the gradients when the first optimizer steps on a batch."""
         if self._looks > 0:
             self._norms = {each: _a_norm(each) for each in self._optimizers if each is not optimizer}
             self._looks -= 1
 
     def later(self, optimizer: Optimizer) -> None:
-        """Compare with them when another one steps on the same batch."""
+        """Compare the gradients when another optimizer steps on the same batch."""
         norm = self._norms.pop(optimizer, None)
-        if norm is not None and abs(norm - _a_norm(optimizer)) > 0:  # a NaN is no difference
+        if norm is not None and abs(norm - _a_norm(optimizer)) > 0:  # NaN does not count as a difference
             self._looks, self._norms = 0, {}
             warn_user(
                 f"the gradients of {type(optimizer).__name__} changed after another optimizer had stepped on this "
@@ -94,7 +94,7 @@ class UnchangedGradients:
 
 
 def _a_norm(optimizer: Optimizer) -> float:
-    """Compute the norm of one of the optimizer's gradients; NaN if it has none."""
+    """Return the norm of one of the optimizer's gradients; NaN if there is none."""
     gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     return math.nan if (found := next(gradients, None)) is None else float(local(found).to_dense().norm())
 
@@ -107,10 +107,10 @@ def tell_steps(
     Args:
         estimator: An estimator that is bound to the context.
         context: The model, loader and optimizers of the loop.
-        accumulate: Gives the loader's batches in one optimizer step.
+        accumulate: A function that returns the loader's batches in one optimizer step.
 
     Returns:
-        A function that ends it.
+        A function that stops the calls.
     """
     loader, optimizers = context.loader, [context.require_optimizer("an estimator"), *context.other_optimizers]
 

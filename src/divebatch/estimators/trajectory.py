@@ -1,4 +1,4 @@
-"""The paper's estimate: sums along the epoch's trajectory."""
+"""The paper's estimate: sums over the epoch's trajectory."""
 
 import math
 from dataclasses import replace
@@ -14,20 +14,20 @@ from divebatch.norms.sharded import is_sharded
 
 
 class Trajectory(Estimator):
-    """Delta-hat of the paper's Definition 2: each sample's gradient at the weights it met during the epoch.
+    """Delta-hat of the paper's Definition 2: each sample's gradient at the weights of its own step in the epoch.
 
     Cost: the norms within the normal backward passes, and one copy of the trainable parameters for the gradient sum.
-    Bias: the weights move while the sums grow, gradients of early and late steps cancel, and the estimate comes out
-    too large, often tenfold and more. It is the paper's rule, not an estimate at fixed weights.
+    Bias: the weights move during the epoch, so gradients of early and late steps cancel. The estimate is then
+    too large, often tenfold or more. This is the paper's rule, not an estimate at fixed weights.
 
-    A backward pass whose gradients are not finite is in neither sum. If that is more than half of the samples, or the
-    weights are not finite when the epoch ends, training has diverged, and the diversity is undefined.
+    Backward passes whose gradients are not finite are in neither sum. If these are more than half of the samples, or
+    the weights are not finite at the end of the epoch, training has diverged, and the diversity is undefined.
 
     Args:
         mode: "exact" norms, or "sketch" for unbiased estimates of them at a fraction of the time.
         compiled: Whether the model is compiled with `torch.compile`.
-        fallback: "vmap" measures layers that have no norm rule, slowly; None raises an error that names them.
-        grad_scaler: The `torch.amp.GradScaler` that multiplies the losses, where there is one.
+        fallback: "vmap" measures layers that have no norm rule, slowly. None: such layers raise an error.
+        grad_scaler: The `torch.amp.GradScaler` that multiplies the losses. None: there is none.
     """
 
     name = "trajectory"
@@ -51,7 +51,7 @@ class Trajectory(Estimator):
 
     @property
     def replay_token(self) -> object:
-        """A recorded backward pass adds to the right sums for as long as this is the same."""
+        """A value that changes when recorded backward passes would add to old sums."""
         return self._meter.token
 
     def start(self) -> None:
@@ -63,7 +63,7 @@ class Trajectory(Estimator):
         if diversity.num_samples + diversity.skipped_samples == 0:
             raise UsageError("the epoch has ended, but no backward pass through the model was seen in it")
         meter.detach()
-        # Sharded weights need no look: FSDP2's gradients are all in the sums, and those of such weights are not finite.
+        # Sharded weights need no check: FSDP2's gradients are all in the sums, and bad weights spoil them.
         weights = [p.detach() for p in context.model.parameters() if not is_sharded(p)]
         has_diverged = weights and not are_finite(weights)
         return replace(diversity, sq_norm_of_sum=math.nan) if has_diverged else diversity

@@ -1,4 +1,4 @@
-"""Per-sample gradient norms and gradient diversity, usable on their own. A new layer family is one file in `rules`."""
+"""Per-sample gradient norms and gradient diversity, for separate use. A new layer family is one file in `rules`."""
 
 from divebatch.norms.meter import DiversityMeter, NormMeter, gradient_diversity
 from divebatch.norms.registry import rule_for

@@ -1,10 +1,10 @@
-"""The observation of compiled backward passes, without a graph break.
+"""The observation of compiled backward passes, without graph breaks.
 
-Each covered layer's output passes through an identity whose backward hands the layer's squared norms to an
-accumulator, as if they were its gradient; autograd adds the layers up inside the compiled graph.
+Each covered layer's output passes through an identity. In the backward pass this identity adds the layer's squared
+norms to the gradient of an accumulator, and autograd adds up the layers inside the compiled graph.
 
-While switched on, each covered layer is of a subclass of its own kind: the compiler checks the types of modules but not
-their hooks, so code that was compiled before cannot overlook it.
+While measuring is on, each covered layer has a subclass of its own class. The compiler checks the types of modules, but
+not their hooks, so code compiled earlier is not used for these layers.
 """
 
 import warnings
@@ -31,14 +31,14 @@ from divebatch.norms.sketch import random_seeds, sum_dtype, summed
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the model that `torch.compile` wraps; any other model as it is."""
+    """Return the model inside a `torch.compile` wrapper; any other model as it is."""
     wrapped = getattr(model, "_orig_mod", model)
     assert isinstance(wrapped, nn.Module)
     return wrapped
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Tell whether the model, or a module in it, is under `torch.compile`."""
+    """Return whether `torch.compile` applies to the model or to a module in it."""
     return any(module._compiled_call_impl is not None or uncompiled(module) is not module for module in model.modules())
 
 
@@ -53,14 +53,14 @@ def warn_if_compiled(model: nn.Module) -> None:
 
 
 class CompiledEngine:
-    """Reports every backward pass to `on_end` while it is switched on.
+    """An observer that reports every backward pass to `on_end` while switched on.
 
-    The first one runs without compiled code and shows what compiled code would not: gradients that no rule sees,
-    samples that differ, layers called twice. Until it has gone well, no function of the process runs compiled.
+    The first pass runs without compiled code and shows errors that compiled code would hide: gradients without a rule,
+    different numbers of samples, layers called twice. Until this pass succeeds, nothing in the process runs compiled.
     """
 
     looks_first = True
-    """Whether there is such a pass."""
+    """Whether the first pass runs uncompiled."""
 
     def __init__(
         self, model: nn.Module, layers: Sequence[CoveredLayer], mode: str, on_end: Callable[[MeasuredPass], None]
@@ -72,22 +72,22 @@ class CompiledEngine:
         """Whether compiled passes are counted now."""
         self._layers, self.mode, self._on_end = layers, mode, on_end
         self.is_checked = not self.looks_first
-        """Whether the first pass went well."""
+        """Whether the first pass was successful."""
         self._first: EagerEngine | None = None
         self._restore: Callable[[], None] = lambda: None
         device = next(layers[0].module.parameters()).device
-        # In float64: it adds up squares over all layers and samples.
+        # In float64, as it sums squares over all layers and samples.
         self.accumulator = torch.zeros(4, dtype=torch.float64, device=device, requires_grad=True)
         self.accumulator.register_hook(self._receive)
         self.seeds = torch.zeros(len(layers), dtype=torch.int64, device=device)
         self._most_calls: Tensor | None = None
         self._sites = [TapSite(self, layer, number) for number, layer in enumerate(layers)]
-        # torch refuses to change in place what a custom function returned.
+        # torch does not allow in-place changes of a custom function's result.
         self._in_place: list[Any] = [module for module in model.modules() if getattr(module, "inplace", False)]
 
     @property
     def paused(self) -> bool:
-        """Whether backward passes are not counted for the moment."""
+        """Whether backward passes are temporarily not counted."""
         return self._paused
 
     @paused.setter
@@ -105,11 +105,11 @@ class CompiledEngine:
             self.counts = False
             self._first, self._restore = EagerEngine(self._layers, self.mode, self._finish_first), _no_compiled_code()
             self._first.switch_on()
-            # Whatever becomes of the meter, the process must not go on without its compiled code.
+            # Whatever happens to the meter, the process must get its compiled code back.
             weakref.finalize(self, self._restore)
 
     def switch_off(self) -> None:
-        """Use the compiled variant without."""
+        """Use the compiled variant without taps."""
         if self._first is not None:
             self._first.switch_off()
             self._first = None
@@ -125,30 +125,30 @@ class CompiledEngine:
             module.inplace = not on
 
     def require_countable(self) -> None:
-        """Raise if a layer was called more often than once in a pass: its gradients were squared apart."""
+        """Raise if a layer was called more than once in a pass: its gradients were squared separately."""
         if self._most_calls is not None and int(self._most_calls) > len(self._layers):
             raise CoverageError("a layer was called several times in one forward pass: a compiled meter cannot add up")
 
     def forget(self) -> None:
-        """Start again, with other random signs."""
+        """Reset all sums, with new random signs."""
         self.accumulator.grad = None
         self._most_calls = None
         for each in passes_seen_by(self):
             each.notes.pop(self, None)
         if self._first is not None:
             self._first.forget()
-        if self.mode == "sketch":  # in place, where recorded passes read them
+        if self.mode == "sketch":  # in place, since recorded passes read this tensor
             self.seeds.data.copy_(random_seeds(len(self._layers), self.seeds.device))
 
     def take_gradient(self, name: str, gradient: Tensor) -> None:
-        """Keep a parameter's gradient until the pass has ended."""
+        """Keep a parameter's gradient until the end of the pass."""
         if self._first is not None and (not self.counts or self._first in current_pass().notes):
             self._first.take_gradient(name, gradient)
         elif not self._paused:
             current_pass().notes.setdefault(self, {})[name] = gradient.detach()
 
     def _finish_first(self, done: MeasuredPass) -> None:
-        """Count the first pass as a compiled one, whose numbers are on the device."""
+        """Count the first pass like a compiled one, with its numbers on the device."""
         assert self._first is not None
         twice = [layer.name for layer in done.layers if done.layers.count(layer) > 1]
         if twice:
@@ -156,7 +156,7 @@ class CompiledEngine:
                 f"layer '{twice[0]}' was called several times in one forward pass: a compiled meter cannot add up",
                 "measure without compiled=True",
             )
-        if self._first.is_checked:  # a pass that is not finite says nothing
+        if self._first.is_checked:  # a pass that is not finite checks nothing
             self._first.stop_watching()  # other forward passes may wait for their backward pass
             self._restore()
             self.is_checked, self.counts = True, True
@@ -176,8 +176,8 @@ class CompiledEngine:
     def _finish(self, gradient: Tensor, over: BackwardPass) -> None:
         self.accumulator.grad = None
         if self.mode == "sketch":
-            # Other signs next time, also if this pass is recorded and replayed. By `data`, as other passes may wait
-            # for their backward part, with these seeds or the next ones.
+            # New signs for the next pass, even if this pass is recorded and replayed. Through `data`, since the
+            # backward parts of other passes may still need these seeds.
             self.seeds.data.add_(1)
         sq_norms, variance, samples, layers = gradient.unbind()
         self._note_calls(layers)
@@ -187,14 +187,14 @@ class CompiledEngine:
         self._on_end(done)
 
     def _note_calls(self, layers: Tensor) -> None:
-        """Note the most calls so far, in place, where recorded passes find it."""
+        """Record the largest number of layer calls so far, in place, since recorded passes write to this tensor."""
         if self._most_calls is None:
             self._most_calls = layers.clone()
         torch.maximum(self._most_calls, layers, out=self._most_calls)
 
 
 def _no_compiled_code() -> Callable[[], None]:
-    """Let torch run compiled code as it was written; returns the function that undoes it, once."""
+    """Make torch run functions uncompiled; return a function that ends this, once."""
     stance: list[Any] = [torch.compiler.set_stance("force_eager")]
 
     def restore() -> None:
@@ -206,16 +206,16 @@ def _no_compiled_code() -> Callable[[], None]:
 
 @dataclass(slots=True, eq=False)
 class TapSite:
-    """A tapped layer's own data. Its class refers to none, since compiled code keeps the class."""
+    """The data of a tapped layer. The layer's class holds none of it, since compiled code keeps the class."""
 
     engine: CompiledEngine
     layer: CoveredLayer
     number: int
     _kind: type[nn.Module] | None = None
-    """The class to put back: FSDP2 exchanges it too."""
+    """The class to restore; FSDP2 changes it too."""
 
     def switch(self, on: bool) -> None:
-        """Exchange the layer's class. The attribute tells torch versions that look at a class again only after that."""
+        """Exchange the layer's class. The new attribute makes certain torch versions look at the class again."""
         module: Any = self.layer.module
         if on:
             self._kind, module.divebatch_site = type(module), self
@@ -226,11 +226,11 @@ class TapSite:
             del module.divebatch_site
 
     def counts_for(self, module: nn.Module) -> bool:
-        """Tell whether this is the layer, and no copy of it, and passes count now."""
+        """Return whether `module` is the layer itself, not a copy, and passes are counted now."""
         return self.layer.module is module and self.engine.counts and not self.engine._paused
 
 
-# One subclass for each type, or the compiler would compile again for every layer.
+# One subclass for each type, or the compiler would compile each layer again.
 @cache
 def tapped(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of `kind` that reports norms in compiled code."""
@@ -240,16 +240,16 @@ def tapped(kind: type[nn.Module]) -> type[nn.Module]:
 
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
             x = args[0] if args else next(iter(kwargs.values()))
-            # From the instance: compiled code keeps the classes it has seen, and with them would keep meter and model.
+            # From the instance: compiled code keeps the classes it has seen, and would keep meter and model with them.
             site: TapSite = self.divebatch_site
             engine = site.engine
             is_on = torch.is_grad_enabled() and site.counts_for(self)
-            # Where all are frozen for the moment, there is nothing to count.
+            # If all parameters are frozen at the moment, there is nothing to count.
             is_on = is_on and any(p.requires_grad for p in self._parameters.values() if p is not None)
             tap = own_tap(self) if is_on else None
             if tap is not None:
                 with torch.no_grad():
-                    like = kind.forward(self, x)  # for running statistics; the compiler drops what is not used
+                    like = kind.forward(self, x)  # for running statistics; the compiler drops the rest
                 return tap(self, x, like.dtype, engine.accumulator)
             output: Tensor = kind.forward(self, *args, **kwargs)
             if not is_on:
@@ -259,7 +259,7 @@ def tapped(kind: type[nn.Module]) -> type[nn.Module]:
             return counted
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            """Make a copy, deep or pickled, a layer of the original kind, without taps."""
+            """Turn a deep or pickled copy into a layer of the original class, without taps."""
             state = {key: value for key, value in vars(self).items() if key != "divebatch_site"}
             return object.__new__, (kind,), state
 
@@ -284,7 +284,7 @@ def _require_simple(layers: Sequence[CoveredLayer]) -> None:
 
 
 class _Tap(torch.autograd.Function):
-    """Identity; its backward adds a `message` to the gradient of the accumulator."""
+    """An identity whose backward adds a `message` to the gradient of the accumulator."""
 
     @staticmethod
     def forward(
@@ -304,9 +304,9 @@ class _Tap(torch.autograd.Function):
 
 
 def message(sq_norms: Tensor, variances: Tensor | None, num_samples: int) -> Tensor:
-    """Return a layer's addition to the accumulator: the sums of squared norms and of their variances, samples, and 1.
+    """Return a layer's addition to the accumulator: the sums of squared norms and of variances, samples, and 1.
 
-    One sum makes all four numbers, so that a compiler needs one kernel a layer. Nothing comes from the host.
+    One sum gives all four numbers, so that a compiler needs one kernel per layer. No data comes from the host.
     """
     row = torch.arange(4, device=sq_norms.device).view(4, 1)
     is_first = torch.arange(len(sq_norms), device=sq_norms.device) == 0
@@ -315,15 +315,15 @@ def message(sq_norms: Tensor, variances: Tensor | None, num_samples: int) -> Ten
     return (entries if variances is None else torch.where(row == 1, variances.double(), entries)).sum(1)
 
 
-# Normalisation layers count their samples' contributions on the way: the gradients of weight and bias are formed sample
-# by sample first, and then added up. So the activations are read as often as without counting.
+# Normalisation layers count their samples' contributions by themselves: the gradients of weight and bias are formed for
+# each sample first, and then added up. So the activations are read as often as without counting.
 
 OwnTap = Callable[[Any, Tensor, torch.dtype, Tensor], Tensor]
-"""From layer, input, the output's type and accumulator to the output."""
+"""A function of layer, input, output type and accumulator that returns the output."""
 
 
 def own_tap(layer: nn.Module) -> OwnTap | None:
-    """Return the function that runs a layer so that it counts by itself; None if a tap on its output must do."""
+    """Return a function that runs a layer and counts its samples; None if the output needs a tap instead."""
     if isinstance(layer, nn.LayerNorm):
         return layer_norm
     is_batch_norm = isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
@@ -332,7 +332,7 @@ def own_tap(layer: nn.Module) -> OwnTap | None:
 
 
 def batch_norm(layer: Any, x: Tensor, dtype: torch.dtype, accumulator: Tensor) -> Tensor:
-    """Normalise by the batch's own statistics."""
+    """Normalise `x` by the batch's own statistics, and count its samples."""
     output: Tensor = _BatchNorm.apply(x, layer.weight, layer.bias, accumulator, layer.eps, dtype)  # type: ignore[no-untyped-call]
     return output
 
@@ -348,10 +348,10 @@ class _BatchNorm(torch.autograd.Function):
         return cast(normal * _channels(weight, x) + _channels(bias, x), dtype)
 
     @staticmethod
-    @once_differentiable  # statistics would count as constants in a second derivative
+    @once_differentiable  # statistics would be constants in a second derivative
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, mean, inverse_std = ctx.saved_tensors
-        # Sums over positions and samples in 16 bits would lose the small contributions.
+        # 16-bit sums over positions and samples would lose the small contributions.
         wide_x, wide_dy = x.to(sum_dtype(x.dtype)), dy.to(sum_dtype(x.dtype))
         dy_BC = wide_dy.flatten(2).sum(2) if x.ndim > 2 else wide_dy
         dyx_BC = (wide_dy * wide_x).flatten(2).sum(2) if x.ndim > 2 else wide_dy * wide_x
@@ -366,7 +366,7 @@ class _BatchNorm(torch.autograd.Function):
 
 
 def layer_norm(layer: Any, x: Tensor, dtype: torch.dtype, accumulator: Tensor) -> Tensor:
-    """Normalise each position by itself."""
+    """Normalise each position of `x` separately, and count the samples."""
     num_dims = len(layer.normalized_shape)
     require_batch(layer, x, num_dims + 1)
     settings = (layer.eps, dtype, num_dims)
@@ -395,7 +395,7 @@ class _LayerNorm(torch.autograd.Function):
         return cast(output if bias is None else output + bias, dtype)
 
     @staticmethod
-    @once_differentiable  # statistics would count as constants in a second derivative
+    @once_differentiable  # statistics would be constants in a second derivative
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, mean, inverse_std = ctx.saved_tensors
         wide_dy, normal = dy.to(mean.dtype), (x.to(mean.dtype) - mean) * inverse_std
@@ -412,7 +412,7 @@ class _LayerNorm(torch.autograd.Function):
 def _counted(ctx: Any, dw_B: Tensor, db_B: Tensor) -> Tensor:
     """Return the message of a layer with these contributions to the gradients of weight and bias, if they train.
 
-    Squares are added up over samples, as the contributions themselves are for the gradients: by the same kernel.
+    The sum of squares over samples uses the same kernel as the sum of the contributions themselves.
     """
     wanted = zip((dw_B, db_B), ctx.needs_input_grad[1:3], strict=True)
     squares = [each.square() for each, is_wanted in wanted if is_wanted]
@@ -420,5 +420,5 @@ def _counted(ctx: Any, dw_B: Tensor, db_B: Tensor) -> Tensor:
 
 
 def _channels(vector: Tensor, like: Tensor) -> Tensor:
-    """Shape (C,) to go with (B, C, *positions)."""
+    """Reshape (C,) to broadcast with (B, C, *positions)."""
     return vector.view(1, -1, *[1] * (like.ndim - 2))

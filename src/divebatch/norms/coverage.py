@@ -1,7 +1,7 @@
-"""The check that norms miss no gradient: what the rules see must add up to what each parameter receives.
+"""The check that no gradient is missed: gradients seen by rules must add up to each parameter's gradient.
 
-Whatever reaches a weight past its layer (a function on the weight, a penalty, a second derivative) is in the gradient
-that the parameter receives and not in the sum over samples that its rule states.
+A weight may be used outside its layer: by a function on the weight, a penalty, a second derivative. The parameter's
+gradient then includes this part, but the rule's sum over samples does not.
 """
 
 import math
@@ -20,8 +20,8 @@ from divebatch.norms.sharded import is_sharded
 from divebatch.norms.sketch import sum_dtype
 
 IN_DOUBLE, IN_SINGLE, ON_GPU, IN_HALF = 1e-6, 1e-4, 1e-2, 5e-2
-"""How much may be missing, relative to the batch's gradients, in float64, in float32, there on a GPU (whose products
-may be rounded to TF32), and in types of 16 bits."""
+"""The tolerances relative to the batch's gradients: in float64, in float32, in float32 on a GPU (where products may be
+rounded to TF32), and in 16-bit types."""
 
 COMPILED_WAY_OUT = (
     "make the meter with compiled=True, in a controller estimator=Trajectory(compiled=True), or take an estimator "
@@ -31,19 +31,19 @@ COMPILED_WAY_OUT = (
 
 @dataclass(slots=True)
 class Evidence:
-    """Both sides of one backward pass."""
+    """Both sides of the check in one backward pass: gradients from rules, and gradients of parameters."""
 
     sums: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    """The sums of what rules saw, of parameters whose gradient has not come yet."""
+    """Sums of gradients from rules, for parameters whose own gradient has not arrived yet."""
     tolerances: dict[nn.Parameter, float] = field(default_factory=dict)
-    """Those of the parameters that a rule saw."""
+    """Tolerances of the parameters seen by a rule."""
     remainders: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
-    """Norms of what a parameter received without its rule, or its rule saw without the parameter."""
+    """Norms of the differences between a parameter's gradient and its rule's sum."""
     received: list[Tensor] = field(default_factory=list)
-    """Norms of the gradients that came."""
+    """Norms of the parameters' gradients."""
 
     def take_over(self, inner: "Evidence") -> None:
-        """Add the evidence of a pass within this one, which is over."""
+        """Add the evidence of a finished pass that ran within this one."""
         self.remainders += inner.remainders + [(p, _norm(alone)) for p, alone in inner.sums.items()]
         self.received += inner.received
         for parameter, tolerance in inner.tolerances.items():
@@ -51,11 +51,11 @@ class Evidence:
 
 
 class CoverageCheck:
-    """Compares both sides in one backward pass; in the next if a pass is not finite and so says nothing.
+    """A comparison of both sides in the first backward pass whose gradients are finite.
 
     Args:
-        layers: all that have a rule.
-        evidence: gives that of the pass that runs now; None for a pass to leave alone.
+        layers: All layers with a rule.
+        evidence: A function that returns the current pass's evidence, or None for a pass to ignore.
     """
 
     def __init__(self, layers: Sequence[CoveredLayer], evidence: Callable[[], Evidence | None]) -> None:
@@ -67,7 +67,7 @@ class CoverageCheck:
         """Whether layers ran under autocast, and so in 16 bits inside, whatever types they show."""
 
     def begin(self) -> None:
-        """Wait for the gradients of all parameters. FSDP2's come to no hook, and are not checked."""
+        """Wait for the gradients of all parameters. FSDP2's gradients reach no hook and are not checked."""
         if self.is_on:
             return
         self._is_cast = False
@@ -87,7 +87,7 @@ class CoverageCheck:
         self._is_cast = self._is_cast or torch.is_autocast_enabled(device.type)
 
     def see(self, evidence: Evidence, gradients: Sequence[tuple[nn.Parameter, Form]], dtype: torch.dtype) -> None:
-        """Add what a rule has stated of one call, from an output gradient of type `dtype`."""
+        """Add a rule's statement about one call, for an output gradient of type `dtype`."""
         for parameter, form in gradients:
             if parameter not in self._handles:
                 continue
@@ -98,15 +98,15 @@ class CoverageCheck:
             evidence.tolerances[parameter] = max(here, evidence.tolerances.get(parameter, 0.0))
 
     def conclude(self, evidence: Evidence, sq_norms: Tensor) -> None:
-        """Raise unless all of a pass that has ended adds up.
+        """Raise unless both sides agree at the end of a pass.
 
         `sq_norms` are those of the samples' gradients in the pass, in the scale of its loss.
         """
         left = evidence.remainders + [(parameter, _norm(alone)) for parameter, alone in evidence.sums.items()]
-        # In a pass that a CUDA graph records nobody may look at numbers.
+        # While a CUDA graph records a pass, numbers cannot be read.
         if not left or (sq_norms.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        # One look at the device for the size of the batch's gradients and of all that is left over.
+        # One read from the device for the size of the batch's gradients and all differences.
         own = [sq_norms.sum(dtype=torch.float64).sqrt(), *evidence.received]
         numbers: list[float] = torch.stack([each.double() for each in (*own, *(norm for _, norm in left))]).tolist()
         norms = numbers[len(own) :]
@@ -117,7 +117,7 @@ class CoverageCheck:
         for (parameter, _), norm in zip(left, norms, strict=True):
             if norm and parameter not in evidence.tolerances:
                 unseen.append(self._name_of(parameter))
-            # Rounding may take away a share of the whole, and in float16 small gradients down to nothing.
+            # Rounding may remove a fraction of the whole, and in float16 set small gradients to zero.
             tolerance = IN_HALF if self._is_cast else evidence.tolerances.get(parameter, 0.0)
             if norm > tolerance * scale + torch.finfo(parameter.dtype).smallest_normal * math.sqrt(parameter.numel()):
                 shares[self._name_of(parameter)] = norm / scale
@@ -133,7 +133,7 @@ class CoverageCheck:
             return
         gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
         evidence.received.append(_norm(gradient))
-        # In one pass all calls of a layer come before its parameters' gradients: the sum is complete.
+        # In one pass, all calls of a layer come before its parameters' gradients, so the sum is complete.
         seen = evidence.sums.pop(parameter, None)
         evidence.remainders.append((parameter, _norm(gradient if seen is None else seen - gradient)))
 
@@ -143,7 +143,7 @@ class CoverageCheck:
 
 
 def not_called(names: Sequence[str]) -> CoverageError:
-    """Return the error for parameters whose layers no pass came by."""
+    """Return the error for parameters whose layers no pass has reached."""
     return CoverageError(
         f"parameters {sorted(names)} received gradients although their layer was not called",
         f"call layer(x), and neither layer.forward(x) nor a function on its weight. Under torch.compile, "

@@ -1,8 +1,8 @@
 """The observation of eager backward passes.
 
 A forward hook on each covered layer puts a hook on the layer's output tensor. When the backward pass reaches that
-tensor, the layer's input and output gradient are both at hand, and the rule turns them into the gradients of the
-samples. (Module backward hooks would fail before an in-place ReLU.)
+tensor, the layer's input and output gradient are both known, and the rule computes the samples' gradients from them.
+(Module backward hooks would fail before an in-place ReLU.)
 """
 
 import weakref
@@ -31,21 +31,21 @@ from divebatch.norms.sketch import Estimate, summed
 
 @dataclass(slots=True, eq=False)
 class TiedLayers:
-    """Layers that share parameters, usually just one. Their gradients add up before they are squared."""
+    """Layers that share parameters, usually only one. Their gradients add up before squaring."""
 
     layers: list[CoveredLayer]
     open_calls: "weakref.WeakSet[LayerCall]" = field(default_factory=weakref.WeakSet)
-    """Forward calls that no backward pass has reached yet; one whose graph is dropped leaves by itself."""
+    """Forward calls that no backward pass has reached yet; a call whose graph is dropped disappears by itself."""
 
 
 def tied_layers(layers: Sequence[CoveredLayer]) -> list[TiedLayers]:
-    """Group layers so that no parameter is in two groups."""
+    """Group the layers so that no parameter is in two groups."""
     groups: list[tuple[set[int], TiedLayers]] = []
     for layer in layers:
         parameters, tied = {id(p) for p in layer.parameters}, TiedLayers([layer])
         for known, group in [each for each in groups if each[0] & parameters]:
             groups.remove((known, group))
-            # The new layer may link groups that had nothing in common before.
+            # The new layer may connect groups that had nothing in common before.
             parameters |= known
             tied.layers[:0] = group.layers
         groups.append((parameters, tied))
@@ -55,7 +55,7 @@ def tied_layers(layers: Sequence[CoveredLayer]) -> list[TiedLayers]:
 class LayerCall:
     """One forward call of a layer, with its inputs.
 
-    They are held until the backward pass comes by, and only weakly afterwards, so that autograd can free activations.
+    The inputs are held until the backward pass, and only weakly afterwards, so that autograd can free activations.
     """
 
     __slots__ = ("__weakref__", "_inputs", "_is_held", "_was_training", "error", "frozen", "watch")
@@ -65,17 +65,17 @@ class LayerCall:
         module = watch.layer.module
         self._inputs, self._is_held, self._was_training = inputs, True, module.training
         self.frozen: Container[str] = ()
-        """Names of the parameters that the call took for constants, whatever they are in the backward pass."""
+        """Names of parameters that were constants in the forward call, whatever they are in the backward pass."""
         for p in module.parameters() if watch.layer.entry.reruns else module._parameters.values():
             if p is not None and not p.requires_grad:
                 self.frozen = watch.layer.frozen()
                 break
         self.error: str | None = None
-        """The fault that the rule's `input_check` found."""
+        """The error found by the rule's `input_check`."""
         watch.tied.open_calls.add(self)
 
     def arrive(self, dy: Tensor | None) -> None:
-        """Measure the call, which the backward pass has reached; without gradient if only a sibling output has one."""
+        """Measure the call when the backward pass reaches it; `dy` is None if only a sibling output has a gradient."""
         engine = self.watch.engine
         if engine.paused or not engine.is_on:
             return
@@ -93,7 +93,7 @@ class LayerCall:
             engine.paused = False
 
     def gradients(self, dy: Tensor) -> list[tuple[nn.Parameter, Form]]:
-        """Return the call's gradients by the layer's rule, whose errors then name the layer."""
+        """Return the call's gradients by the layer's rule; the rule's errors then name the layer."""
         layer = self.watch.layer
         try:
             if self.error is not None:
@@ -108,7 +108,7 @@ class LayerCall:
             raise CoverageError(f"layer {layer.place}: {error.what}", error.way) from error
 
     def _let_go(self) -> None:
-        if self._is_held:  # keeping the inputs cost a quarter of the peak memory of a ResNet-18 step
+        if self._is_held:  # keeping the inputs cost a quarter of a ResNet-18 step's peak memory
             self._inputs, self._is_held = _mapped(weakref.ref, self._inputs), False
 
 
@@ -116,7 +116,7 @@ _MODE_MATTERS = (_NormBase, nn.MultiheadAttention, nn.RNNBase)
 
 
 def _mapped(function: Callable[[Any], Any], inputs: Any) -> Any:
-    """Apply `function` to the tensors, or the references to them, among a rule's inputs."""
+    """Apply `function` to the tensors, or the references to tensors, among a rule's inputs."""
     if isinstance(inputs, Tensor | weakref.ref):
         return function(inputs)
     if isinstance(inputs, dict):
@@ -136,33 +136,33 @@ def _alive(reference: "weakref.ref[Tensor]") -> Tensor:
 
 @dataclass(slots=True, weakref_slot=True)
 class MeasuredPass:
-    """One backward pass as an engine sees it, under way or over."""
+    """One backward pass as an engine sees it, running or finished."""
 
     mode: str = "exact"
     sq_norms: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """(B,), once it is over; of a compiled pass their sum, in float64. In the scale of the differentiated loss."""
+    """Squared norms (B,) after the pass, in the scale of its loss; of a compiled pass their sum in float64."""
     variances: Tensor | None = None
-    """Those of `sq_norms`, where they are estimates."""
+    """Variances of `sq_norms`, if they are estimates."""
     num_samples: int | Tensor = 0
-    """On the device, of a compiled pass."""
+    """The number of samples; of a compiled pass a tensor on the device."""
     weight: LossWeight | None = None
-    """The weight its loss was multiplied by, known when it has ended."""
+    """The weight by which the loss was multiplied, known at the end of the pass."""
     layers: list[CoveredLayer] = field(default_factory=list)
-    """Layers that the pass has reached."""
+    """Layers reached by the pass."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients of parameters that a `DiversityMeter` adds up. One that dies half-way must be in no sum."""
+    """Gradients of parameters for a `DiversityMeter`. If a pass fails half-way, its gradients must be in no sum."""
     size: int | None = None
-    """Samples, where they are known without asking the device."""
+    """The number of samples, if known without asking the device."""
     is_ordinary: bool = False
-    """Whether the pass is known to bring every parameter on its way a gradient, as `backward()` does."""
+    """Whether the pass is known to give every parameter on its way a gradient, as `backward()` does."""
     evidence: Evidence = field(default_factory=Evidence)
     _estimates: list[Estimate] = field(default_factory=list)
-    """One a parameter, added up at the end and at once: on a GPU each addition by itself would be a launch."""
+    """One estimate per parameter; all are added at the end, since on a GPU each addition is a launch."""
     _waiting: dict[TiedLayers, list[tuple[nn.Parameter, Form]]] = field(default_factory=dict)
     _counted: set[TiedLayers] = field(default_factory=set)
 
     def add(self, call: LayerCall, dy: Tensor) -> list[tuple[nn.Parameter, Form]]:
-        """Take in a call and return its gradients; count its tied layers once no other call of them can follow."""
+        """Add a call and return its gradients; count its tied layers when no other call of them can follow."""
         tied, layer = call.watch.tied, call.watch.layer
         gradients = call.gradients(dy)
         runs_again = call not in tied.open_calls  # in a retained graph, where siblings may run again too
@@ -192,19 +192,19 @@ class MeasuredPass:
         return gradients
 
     def end(self) -> None:
-        """Count the layers that still wait for calls, of which none will come."""
+        """Count the layers that still wait for further calls."""
         for tied in list(self._waiting):
             self._count(tied)
 
     def add_up(self) -> None:
-        """Set `sq_norms` and `variances` of a pass that is no part of another."""
+        """Set `sq_norms` and `variances` of a pass that is not part of another."""
         if self._estimates:
             self.sq_norms, self.variances = summed(self._estimates)
 
     def take_over(self, inner: "MeasuredPass") -> None:
-        """Add a pass within this one, which is over."""
+        """Add a finished pass that ran within this one."""
         self.num_samples, self.size = inner.num_samples, inner.size
-        self.weight = inner.weight  # a loss within a checkpoint has its weight there
+        self.weight = inner.weight  # the weight of a loss within a checkpoint
         self.layers += inner.layers
         self.gradients |= inner.gradients
         self.evidence.take_over(inner.evidence)
@@ -219,13 +219,13 @@ class MeasuredPass:
         for parameter, form in self._waiting.pop(tied):
             by_parameter.setdefault(id(parameter), []).append(form)
         for forms in by_parameter.values():
-            # Calls and layers that share a weight add up before they are squared, which a sketch of each cannot do.
+            # Calls and layers that share a weight add up before squaring, which separate sketches cannot do.
             self._estimates += measured(forms, self.mode) if len(forms) == 1 else [Estimate(total(forms), None)]
         self._counted.add(tied)
 
 
 def _uncountable(layer: CoveredLayer) -> CoverageError:
-    """Refuse calls that a checkpoint shows by a pass within the pass: too late for what was squared."""
+    """Return an error for calls in several checkpoints, which become visible only after squaring."""
     return CoverageError(
         f"layer '{layer.name}' is used in several checkpoints, or in one and outside: its gradients cannot be added up",
         "pass use_reentrant=False to torch.utils.checkpoint",
@@ -245,14 +245,14 @@ class LayerWatch(ModuleHook):
         module = self.layer.module
         if self.layer.entry.by_rows:
             return self._hooks_for_rows(module)
-        # First in line: a user's hook may change the output, and that change is part of the loss.
+        # Registered first: a user's hook may change the output, and that change is part of the loss.
         handles = [module.register_forward_hook(self, with_kwargs=True, prepend=True)]
         if self.layer.entry.reruns:
             handles.append(module.register_forward_pre_hook(ModuleHook(module, self._see_surroundings)))
         return handles
 
     def __call__(self, module: nn.Module, *seen: Any) -> None:
-        """Hook the output of a call."""
+        """Put a hook on the output of a call."""
         engine, entry = self.engine, self.layer.entry
         if module is not self._module or engine.paused:
             return
@@ -266,14 +266,14 @@ class LayerWatch(ModuleHook):
             return
         if torch._C._current_graph_task_id() != -1:  # a checkpoint's second forward pass, within the backward pass
             engine.record()
-        elif engine.num_open:  # died half-way
+        elif engine.num_open:  # failed half-way
             engine.forget()
         if engine.coverage.is_on:
             engine.coverage.see_call(outputs[0][1].device)
         inputs = args[0] if args and not entry.all_inputs else self.layer.inputs(args, kwargs)
         if entry.capture is not None:
             inputs = entry.capture(module, inputs, output)
-        for index, tensor in outputs:  # several outputs of one call are as several calls: their gradients add up
+        for index, tensor in outputs:  # several outputs of a call count as several calls: their gradients add up
             rerun = None if self._surroundings is None else Rerun(inputs, index, self._surroundings)
             call = LayerCall(self, inputs if rerun is None else rerun)
             if engine.coverage.is_on and entry.input_check is not None:
@@ -287,7 +287,7 @@ class LayerWatch(ModuleHook):
         self._surroundings = Surroundings.of(module)
 
     def _hooks_for_rows(self, module: nn.Module) -> list[RemovableHandle]:
-        """Measure a module's own parameters, whatever it computes with them."""
+        """Measure a module's own parameters, whatever the module computes with them."""
 
         def on_rows(name: str, view: Tensor) -> None:
             view.register_hook(partial(arrive, name, LayerCall(self, name)))
@@ -309,25 +309,25 @@ class LayerWatch(ModuleHook):
 
 
 class EagerEngine:
-    """Reports every backward pass to `on_end` while it is switched on. The first one is checked to miss nothing."""
+    """An observer that reports every backward pass to `on_end` while switched on, and checks the first one."""
 
     def __init__(self, layers: Sequence[CoveredLayer], mode: str, on_end: Callable[[MeasuredPass], None]) -> None:
         self.is_on, self.paused = False, False
         self.on_start: Callable[[], None] | None = None
-        """Called when a backward pass has reached its first layer, before any parameter has its gradient."""
+        """A function called when a backward pass has reached its first layer, before any parameter has its gradient."""
         self._mode, self._on_end = mode, on_end
         self._watches = [LayerWatch(self, tied, layer) for tied in tied_layers(layers) for layer in tied.layers]
         self._handles: list[RemovableHandle] = []
         self.num_open = 0
-        """Passes that began and did not end, dead ones among them."""
+        """The number of unfinished passes, including those that failed."""
         self._latest: tuple[int, weakref.ref[MeasuredPass] | None] = (-1, None)
-        """The number of the pass that was seen last, and its record: asked for with every layer and parameter."""
-        # FSDP2 exchanges the parameters on the way, of which autograd then knows nothing.
+        """The number and record of the latest pass, needed for every layer and parameter."""
+        # FSDP2 exchanges the parameters during the pass, and autograd does not know.
         self._is_sharded = any(is_sharded(parameter) for layer in layers for parameter in layer.parameters)
         self.coverage = CoverageCheck(layers, lambda: None if self.paused else self.record().evidence)
 
     def switch_on(self) -> None:
-        """Hook the layers."""
+        """Put hooks on the layers."""
         self.is_on = True
         forget_memory_caps()
         for watch in self._watches:
@@ -342,7 +342,7 @@ class EagerEngine:
         self.coverage.end()
 
     def stop_watching(self) -> None:
-        """Count the backward passes of earlier forward passes, and no others."""
+        """Count the backward passes of earlier forward passes only."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -352,13 +352,13 @@ class EagerEngine:
         return not self.coverage.is_on
 
     def forget(self) -> None:
-        """Drop passes that are under way."""
+        """Discard unfinished passes."""
         self.num_open, self._latest = 0, (-1, None)
         for each in passes_seen_by(self):
             each.notes.pop(self, None)
 
     def take_gradient(self, name: str, gradient: Tensor) -> None:
-        """Keep a parameter's gradient until the pass has ended."""
+        """Keep a parameter's gradient until the end of the pass."""
         if not self.paused:
             number, known = self._latest
             record = known() if known is not None and number == torch._C._current_graph_task_id() else None
@@ -367,7 +367,7 @@ class EagerEngine:
             record.gradients[name] = gradient.detach()
 
     def record_for(self, layer: CoveredLayer) -> MeasuredPass | None:
-        """Return the record of the pass that runs now; None if it brings the layer's parameters no gradients."""
+        """Return the record of the current pass; None if it gives the layer's parameters no gradients."""
         number, known = self._latest
         record = known() if known is not None and number == torch._C._current_graph_task_id() else None
         if record is None:
@@ -387,7 +387,7 @@ class EagerEngine:
         return record if counts else None
 
     def record(self) -> MeasuredPass:
-        """Return the record of the pass that runs now."""
+        """Return the record of the current pass."""
         running = current_pass()
         record: MeasuredPass | None = running.notes.get(self)
         if record is None:
@@ -406,7 +406,7 @@ class EagerEngine:
         self.num_open -= 1
         done.end()
         done.weight = over.weight if done.weight is None else done.weight
-        if around := passes_seen_by(self):  # a reentrant checkpoint's pass is counted as a part of the one around it
+        if around := passes_seen_by(self):  # a reentrant checkpoint's pass is part of the pass around it
             around[-1].notes[self].take_over(done)
             return
         done.add_up()
@@ -417,9 +417,9 @@ class EagerEngine:
 
 
 def _hook_view(tensor: Tensor, arguments: Any, arrive: Callable[[Tensor | None], None]) -> None:
-    """Call `arrive` with the gradient of a layer's output, a view.
+    """Call `arrive` with the gradient of a layer's output that is a view.
 
-    If it shows all of its base, an in-place operation on it bypasses its own gradient, and only the base's comes by.
+    If the view shows all of its base, in-place operations bypass the view's gradient, and only the base gets one.
     """
     base = tensor._base
     assert base is not None

@@ -1,8 +1,8 @@
-"""The forms in which a rule may state the gradients of a batch's samples for one parameter.
+"""The forms in which a rule may state the samples' gradients for one parameter.
 
-Shapes: B samples, T positions of a sample, O rows and I columns of a weight matrix. A form never needs the whole
-(B, *shape) tensor of all gradients unless it is that tensor; what must be formed is formed in chunks of samples.
-Gradients of several calls, or of several layers that share the parameter, add up before they are squared: `total`.
+Shapes: B samples, T positions of a sample, O rows and I columns of a weight matrix. No form needs the whole (B, *shape)
+tensor of all gradients, except the form that is this tensor. Temporary tensors are formed in chunks of samples.
+Gradients of several calls, or of several layers that share the parameter, add up before squaring: `total`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,38 +15,38 @@ from divebatch.norms import triton
 from divebatch.norms.sketch import Estimate, estimate, project, sum_dtype, summed
 
 CHUNK_BYTES = 16 * 2**20
-"""Upper bound for temporary tensors; samples are taken in chunks that stay below it."""
+"""The most memory for temporary tensors; samples are processed in chunks below this size."""
 COMPILED_CHUNK_BYTES = 256 * 2**20
-"""The same inside a compiled model, where fewer and larger chunks compile and run faster."""
+"""The same bound inside a compiled model, where fewer and larger chunks compile and run faster."""
 CHUNK_FRACTION = 0.03
-"""On a GPU the bound is this fraction of what is allocated when the backward pass begins, if that is more."""
+"""The bound on a GPU, as a fraction of the memory allocated when the backward pass begins, if that is larger."""
 CACHE_BYTES = 2**20
-"""A fraction of a CPU's cache: temporary tensors of this size are still there when they are read again."""
+"""A fraction of a CPU's cache: temporary tensors of this size are still in the cache when they are read again."""
 
-# A cache for the process, by device: asking how much is allocated takes longer than a small layer's norms.
+# A cache for the process, by device: reading the allocated memory takes longer than a small layer's norms.
 _gpu_caps: dict[torch.device, int] = {}
 
 
 class Form:
-    """One parameter's gradients, one a sample."""
+    """One parameter's gradients, one per sample."""
 
     __slots__ = ()
     left: Tensor
-    """(B, ...): the first factor of each gradient, if the form has one."""
+    """The first factor of each gradient, (B, ...), if the form has one."""
 
     def sq_norms(self) -> Tensor:
         """Return each sample's squared norm, (B,)."""
         raise NotImplementedError
 
     def sketch(self, *, seed: Tensor | None = None) -> Estimate:
-        """Estimate each sample's squared norm from new random signs; exact where nothing cheaper exists.
+        """Estimate each sample's squared norm with new random signs; exact if nothing cheaper exists.
 
         `seed` is a number on the device, (1,), from which a GPU kernel may draw the signs, which is faster.
         """
         return Estimate(self.sq_norms(), None)
 
     def explicit(self, samples: slice) -> Tensor:
-        """Return the gradients themselves of some samples, (b, *parameter shape)."""
+        """Return the gradients of some samples, (b, *parameter shape)."""
         raise NotImplementedError
 
     def summed(self) -> Tensor:
@@ -55,12 +55,12 @@ class Form:
 
     @property
     def num_samples(self) -> int:
-        """B."""
+        """The number of samples, B."""
         return self.left.shape[0]
 
 
 class Explicit(Form):
-    """The gradients themselves: right for parameters that are small beside the activations (biases, norm layers)."""
+    """The gradients themselves, for parameters that are small beside the activations (biases, norm layers)."""
 
     __slots__ = ("_known", "gradients")
 
@@ -89,16 +89,16 @@ class Outer(Form):
     """A weight matrix's gradients as sums over positions of outer products: sum_t left_t right_t^T."""
 
     left: Tensor
-    """(B, O) for a single position, else (B, ..., O)."""
+    """The left factors: (B, O) for a single position, else (B, ..., O)."""
     right: Tensor
-    """(B, I) for a single position, else (B, ..., I)."""
+    """The right factors: (B, I) for a single position, else (B, ..., I)."""
     rows: Explicit | None = None
-    """`left` as a form of its own, where its norms are needed elsewhere too."""
+    """`left` as its own form, if its norms are also needed elsewhere."""
     with_bias: bool = False
-    """Whether the bias is counted too (by kernels alone: `joined`)."""
+    """Whether the bias is counted too; only kernels do this (`joined`)."""
 
     def sq_norms(self) -> Tensor:
-        """Return squared norms by the cheapest of three ways that agree."""
+        """Return squared norms by the cheapest of three equivalent ways."""
         if self.left.ndim == 2:  # rank one: ||left right^T|| = ||left|| ||right||
             left = sq_norms_of_rows(self.left) if self.rows is None else self.rows.sq_norms()
             return sq_norms_of_rows(self.right).mul_(left)
@@ -108,7 +108,7 @@ class Outer(Form):
         return sq_norms_of_products(left, right)
 
     def sketch(self, *, seed: Tensor | None = None) -> Estimate:
-        """Estimate by one vector-matrix product a half; exact for a single position, where that is as cheap."""
+        """Estimate by one vector-matrix product per half; exact for a single position, where this is as cheap."""
         if self.left.ndim == 2:
             return Estimate(self.sq_norms(), None)
         left, right = same_dtype(positions(self.left), positions(self.right))
@@ -127,7 +127,7 @@ class Outer(Form):
 
 @dataclass(slots=True)
 class RowSums(Form):
-    """The gradients of a bias: sums over positions of the `left` (B, ..., O) of its weight's gradients."""
+    """The gradients of a bias: sums over positions of the weight's `left` factors (B, ..., O)."""
 
     left: Tensor
 
@@ -143,7 +143,7 @@ class RowSums(Form):
 
 @dataclass(slots=True)
 class Stacked(Form):
-    """The gradients of a parameter whose rows come in blocks, each block with a form of its own."""
+    """The gradients of a parameter whose rows come in blocks, each with its own form."""
 
     blocks: Sequence[Form]
 
@@ -151,7 +151,7 @@ class Stacked(Form):
         return torch.stack([block.sq_norms() for block in self.blocks]).sum(0)
 
     def sketch(self, *, seed: Tensor | None = None) -> Estimate:
-        """Add up the blocks' sketches: their signs are drawn apart, so that variances add too."""
+        """Add up the blocks' sketches; their signs are independent, so variances add too."""
         return summed([block.sketch() for block in self.blocks])
 
     def explicit(self, samples: slice) -> Tensor:
@@ -166,7 +166,7 @@ class Stacked(Form):
 
 
 def measured(forms: Sequence[Form], mode: str, *, seed: Tensor | None = None) -> list[Estimate]:
-    """Measure one call's gradients in the given mode; `seed` is what signs may be drawn from."""
+    """Measure one call's gradients in the given mode; signs may be drawn from `seed`."""
     if len(forms) == 2 and isinstance(forms[0], RowSums):
         forms = joined(forms, mode)
     estimates = []
@@ -179,11 +179,11 @@ def measured(forms: Sequence[Form], mode: str, *, seed: Tensor | None = None) ->
 
 
 def joined(forms: Sequence[Form], mode: str) -> Sequence[Form]:
-    """Return one form for a weight and its bias where a kernel counts both while it reads `left` once."""
+    """Return one form for a weight and its bias if a kernel counts both while it reads `left` once."""
     bias, weight = forms
     if not isinstance(bias, RowSums) or not isinstance(weight, Outer) or bias.left is not weight.left:
         return forms
-    if mode == "sketch":  # one row alone is its own, exact sketch, which no kernel takes
+    if mode == "sketch":  # a single row is its own exact sketch, for which there is no kernel
         is_counted = weight.left.shape[-1] > 1 and triton.applies(weight.left, weight.right)
     else:
         is_counted = triton.applies_exactly(weight.left, weight.right)
@@ -195,7 +195,7 @@ def total(forms: Sequence[Form]) -> Tensor:
     if len(forms) == 1:
         return forms[0].sq_norms()
     outers = [form for form in forms if isinstance(form, Outer)]
-    if len(outers) == len(forms):  # several calls are one call with more positions
+    if len(outers) == len(forms):  # several calls equal one call with more positions
         left = torch.cat([positions(form.left) for form in outers], 1)
         return Outer(left, torch.cat([positions(form.right) for form in outers], 1)).sq_norms()
     first = forms[0].explicit(slice(0, 1))
@@ -208,12 +208,12 @@ def total(forms: Sequence[Form]) -> Tensor:
 
 
 def positions(x: Tensor) -> Tensor:
-    """(B, I) -> (B, 1, I) and (B, ..., I) -> (B, T, I)."""
+    """Reshape (B, I) to (B, 1, I), and (B, ..., I) to (B, T, I)."""
     return x[:, None] if x.ndim == 2 else x.flatten(1, -2)
 
 
 def same_dtype(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Bring both to the lower precision: that of autocast, where input and output gradient differ."""
+    """Convert both tensors to the lower precision of the two, which is that of autocast."""
     if left.dtype == right.dtype:
         return left, right
     lower = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
@@ -221,24 +221,24 @@ def same_dtype(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_room(x: Tensor) -> Tensor:
-    """Return `x` in a type that can hold products of its entries: those of a scaled loss overflow in float16."""
+    """Return `x` in a type that can hold products of its entries; in float16 those of a scaled loss overflow."""
     return x.float() if x.dtype == torch.float16 else x
 
 
 def sq_norms_of_rows(x_BD: Tensor) -> Tensor:
-    """(B,), at least float32. vector_norm reads its input once; x.square().sum(1) would write a copy first."""
-    dtype = sum_dtype(x_BD.dtype) if x_BD.dtype.itemsize < 4 else None  # naming the type it has costs time
+    """Return squared norms, (B,), at least float32. vector_norm makes no copy, as x.square().sum(1) would."""
+    dtype = sum_dtype(x_BD.dtype) if x_BD.dtype.itemsize < 4 else None  # naming the tensor's own type costs time
     norms: Tensor = torch.linalg.vector_norm(x_BD, dim=1, dtype=dtype)
     return norms.square_()
 
 
 def chunk_size(tensor: Tensor, entries_per_sample: int) -> int:
-    """Return how many samples may be worked on at a time, with that many temporary entries each."""
+    """Return the number of samples per chunk, for the given number of temporary entries per sample."""
     return max(1, _memory_cap(tensor.device) // (entries_per_sample * tensor.element_size()))
 
 
 def cached_chunk(tensor: Tensor, entries_per_sample: int) -> int:
-    """Return how many samples a CPU's cache holds, for what is read again at once; all of them inside a compiler."""
+    """Return the number of samples that fit into a CPU's cache; all samples inside a compiler."""
     if torch.compiler.is_compiling():
         return len(tensor)
     if tensor.device.type != "cpu":
@@ -255,12 +255,12 @@ def in_chunks(kernel: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: T
 
 
 def forget_memory_caps() -> None:
-    """Ask again how much is allocated on the GPUs when a cap is needed next."""
+    """Read the GPUs' allocated memory again when the next bound is needed."""
     _gpu_caps.clear()
 
 
 def _memory_cap(device: torch.device) -> int:
-    if torch.compiler.is_compiling():  # a number the compiler can take as given
+    if torch.compiler.is_compiling():  # a constant for the compiler
         return COMPILED_CHUNK_BYTES
     if device.type != "cuda":
         return CHUNK_BYTES
@@ -270,16 +270,16 @@ def _memory_cap(device: torch.device) -> int:
 
 
 def sq_norms_of_products(left_BTO: Tensor, right_BTI: Tensor) -> Tensor:
-    """(B,): ||left^T right||^2 for each of a batch of matrix pairs."""
+    """Return ||left^T right||^2 for each pair of matrices, (B,)."""
     num_positions, num_entries = left_BTO.shape[1], left_BTO.shape[2] * right_BTI.shape[2]
-    # The Gram form costs T^2 (I + O) a sample, the gradient itself T I O.
+    # The Gram form costs T^2 (I + O) per sample, the gradient itself T I O.
     if num_positions * (left_BTO.shape[2] + right_BTI.shape[2]) < num_entries:
         return in_chunks(_by_gram, left_BTO, right_BTI, chunk_size(left_BTO, 2 * num_positions**2))
     return in_chunks(_by_gradient, left_BTO, right_BTI, chunk_size(left_BTO, num_entries))
 
 
 def _by_gram(left_BTO: Tensor, right_BTI: Tensor) -> Tensor:
-    """||sum_t left_t right_t^T||^2 = sum over t, s of (left_t . left_s) (right_t . right_s)."""
+    """Return ||sum_t left_t right_t^T||^2 as the sum over t, s of (left_t . left_s) (right_t . right_s)."""
     left_BTO, right_BTI = with_room(left_BTO), with_room(right_BTI)
     products = (left_BTO @ left_BTO.mT).mul_(right_BTI @ right_BTI.mT)
     return products.sum((1, 2), dtype=sum_dtype(products.dtype))

@@ -1,7 +1,7 @@
-"""The factor between the gradients of one backward pass and those of its samples' own losses.
+"""The factor between a backward pass's gradients and those of its samples' own losses.
 
 The loss of a pass is a mean or a sum over its samples, times the weights of a micro-batch and of this rank's shard,
-times a GradScaler's scale. The weight of a micro-batch comes with the loss itself: `LossWeight`.
+times a GradScaler's scale. The weight of a micro-batch is a `LossWeight`, which the loss itself passes on.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ PRODUCTS = ("mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul__", "__im
 
 
 class LossWeight(float):
-    """The factor for the loss of one micro-batch. A product of a loss with it tells meters when it is differentiated.
+    """The factor for the loss of one micro-batch; meters learn this factor when the weighted loss is differentiated.
 
-    A tensor multiplied by it has a hook, which runs first in its backward pass and notes the weight for that pass. So
+    A tensor multiplied by the weight has a hook, which runs first in its backward pass and records the weight. So
     micro-batches may be drawn in any order.
 
     >>> import torch
@@ -35,7 +35,7 @@ class LossWeight(float):
     """
 
     num_samples: int | None
-    """Samples of the micro-batch; None where it is all that the loader delivered last."""
+    """Samples of the micro-batch; None: all samples that the loader delivered last."""
 
     def __new__(cls, value: float, num_samples: int | None = None) -> Self:
         weight = super().__new__(cls, value)
@@ -44,7 +44,7 @@ class LossWeight(float):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on a tensor and a weight, called by torch."""
+        """Run a torch function on a tensor and a weight; torch calls this method."""
         named = kwargs or {}
         result = func(*map(_plain, args), **{name: _plain(value) for name, value in named.items()})
         if func.__name__ in PRODUCTS:
@@ -57,7 +57,7 @@ class LossWeight(float):
             loss.register_hook(self._arrive)
 
     def _arrive(self, _: Tensor) -> None:
-        """Note the weight: the backward pass has reached the loss."""
+        """Record the weight when the backward pass has reached the loss."""
         running = current_pass()
         if running.weight is not None and running.weight is not self:
             raise UsageError(
@@ -72,21 +72,21 @@ def _plain(value: Any) -> Any:
 
 
 class PassScale(NamedTuple):
-    """The worth of one backward pass's gradients."""
+    """The scale of one backward pass's gradients."""
 
     factor: float | Tensor
-    """Turns a gradient of the pass into a sum of the samples' own, unaveraged gradients; 0 for a pass in no sum."""
+    """The factor that turns the pass's gradient into a sum of the samples' own gradients; 0 for a pass to ignore."""
     num_samples: int | Tensor
-    """Samples that count: none of a dummy's."""
+    """The number of samples that count; dummies do not."""
 
 
 class LossScale:
-    """The scale of the losses of a model's backward passes.
+    """The scale of the losses in a model's backward passes.
 
     Args:
         reduction: "mean" or "sum" over the samples of a pass.
-        rank_shard: gives this rank's samples of the batch delivered last, where there is a loader.
-        grad_scaler: the GradScaler that multiplies the losses, if there is one.
+        rank_shard: A function that returns this rank's samples of the latest batch, if there is a loader.
+        grad_scaler: The GradScaler that multiplies the losses. None: there is none.
     """
 
     def __init__(
@@ -103,20 +103,20 @@ class LossScale:
         """Return the scale of a pass over `num_samples` samples whose loss was multiplied by `weight`."""
         of_loss = 1.0 if weight is None else float(weight)
         of_rank = 1.0 if self.rank_shard is None else self.rank_shard().weight_for(self.reduction)
-        # A rank's stand-in, or a part of weight zero, is in no sum.
+        # A rank's dummy, or a part of weight zero, is in no sum.
         if not of_rank or not of_loss:
             return PassScale(0.0, 0)
-        # A mean over b samples gives each sample's gradient 1/b of its own length.
+        # In a mean over b samples, each sample's gradient has 1/b of its own length.
         factor: float | Tensor = num_samples if self.reduction == "mean" else 1
         if (known := of_loss * of_rank) != 1.0:  # on a GPU each operation on a number is a launch
             factor = factor / known
-        if self.grad_scaler is not None:  # a tensor of its own needs no synchronisation
+        if self.grad_scaler is not None:  # a separate tensor needs no synchronisation
             scale = getattr(self.grad_scaler, "_scale", None)
             factor = factor / (scale if isinstance(scale, Tensor) else float(self.grad_scaler.get_scale()))
         return PassScale(factor, num_samples)
 
     def of_mean_over_ranks(self) -> float:
-        """Return the factor that turns a gradient averaged over ranks, as FSDP2 leaves it, into the batch's sum."""
+        """Return the factor that turns a gradient averaged over ranks, as in FSDP2, into the batch's sum."""
         assert self.rank_shard is not None
         shard = self.rank_shard()
         return shard.num_samples if self.reduction == "mean" else shard.num_ranks

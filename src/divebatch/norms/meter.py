@@ -1,4 +1,4 @@
-"""Per-sample squared gradient norms, and gradient diversity, inside the one normal backward pass."""
+"""Per-sample squared gradient norms, and gradient diversity, within normal backward passes."""
 
 import math
 import weakref
@@ -30,32 +30,32 @@ from divebatch.ranks import Ranks, RankShard, inside_ddp
 
 MODES = ("exact", "sketch")
 
-# Of the process, since `gradient_diversity` is given a model alone and must pause the meters on it.
+# Of the process, since `gradient_diversity` gets only a model and must pause the meters on it.
 _attached: "weakref.WeakSet[NormMeter]" = weakref.WeakSet()
 
 
 class NormMeter:
-    """Counts sum_i ||g_i||^2 over ordinary backward passes, g_i the gradient of sample i's own, unaveraged loss.
+    """A meter of sum_i ||g_i||^2 over ordinary backward passes, g_i the gradient of sample i's own, unaveraged loss.
 
-    A sample is one entry of the batch dimension (a sequence, not a token). Under train-mode BatchNorm samples have no
-    gradients of their own; each one's contribution to the batch gradient is counted
+    A sample is one entry of the batch dimension (a sequence, not a token). With BatchNorm in training mode, samples
+    have no gradients of their own; the meter then counts each sample's contribution to the batch gradient
     (`divebatch.norms.rules.normalization`).
 
-    Attach the meter (or use it as a context manager) for the passes you want to measure, then read `sum_of_sq_norms()`.
+    Attach the meter (or use it as a context manager) for the passes to measure, then read `sum_of_sq_norms()`.
 
     Args:
-        model: every trainable parameter of it must belong to a layer with a rule; the error names those that do not.
+        model: The model to measure. Every trainable parameter must belong to a layer with a rule.
         mode: "exact", or "sketch" for unbiased estimates of matrix-like weights' norms from random signs, at far less
-            cost. `standard_error()` says how far off they are.
-        fallback: "vmap" measures layers without a rule by running them again, sample by sample; None refuses them.
-        loss_reduction: how the loss of each backward pass is reduced over its own b samples. Norms of a "mean" are
-            multiplied by b^2; nothing shows a wrong value. A mean over tokens gives each sequence its weight in your
-            loss, times b.
-        compiled: for models under `torch.compile`. Make the meter before the model first runs: it breaks no graph, and
-            has no per-sample values.
-        grad_scaler: the GradScaler that scales the losses. Passes that overflowed count for nothing.
-        rank_shard: gives this rank's samples of the batch under way, if ranks hold unequally many
-            (`lambda: loader.rank_shard`); None for one process.
+            cost; `standard_error()` gives their error.
+        fallback: "vmap" measures layers without a rule by running them again for each sample. None: an error.
+        loss_reduction: How the loss of each backward pass is reduced over its b samples. Norms of a "mean" are
+            multiplied by b^2; a wrong value is not detected. In a mean over tokens, each sequence has its weight in
+            your loss, times b.
+        compiled: Whether the model is under `torch.compile`. Create the meter before the model first runs: there are no
+            graph breaks, and no per-sample values.
+        grad_scaler: The GradScaler that scales the losses. Passes that overflowed are not counted.
+        rank_shard: A function that returns this rank's samples of the current batch, if ranks hold unequal numbers
+            (`lambda: loader.rank_shard`). None: one process.
 
     >>> model = nn.Linear(3, 1)
     >>> with NormMeter(model) as meter:
@@ -82,8 +82,8 @@ class NormMeter:
         self._loss_scale = LossScale(loss_reduction, rank_shard=rank_shard, grad_scaler=grad_scaler)
         self._layers = cover(model, fallback=FALLBACKS[fallback] if fallback is not None else None)
         self._on_pass: Callable[[MeasuredPass, PassScale, Tensor, Tensor | None], None] | None = None
-        """Receives each pass, its sum of squared norms, and whether it is finite (None where every pass counts)."""
-        self._skips_nonfinite = grad_scaler is not None  # it skips the steps that overflowed: they are in no sum
+        """Receives each pass, its sum of squared norms, and whether it is finite (None: every pass counts)."""
+        self._skips_nonfinite = grad_scaler is not None  # steps that overflowed are skipped, so they are in no sum
         self._engine: EagerEngine | CompiledEngine
         if compiled:
             self._engine = CompiledEngine(model, self._layers, mode, self._finish)
@@ -102,30 +102,30 @@ class NormMeter:
         return float(self._total)
 
     def standard_error(self) -> float:
-        """Return the standard error of `sum_of_sq_norms()`: 0 if everything was measured exactly.
+        """Return the standard error of `sum_of_sq_norms()`; 0 if all norms are exact.
 
-        It comes from the same signs as the sum, so it is for sums over some 32 samples or more.
+        The error comes from the same signs as the sum, so it is valid for sums over some 32 samples or more.
         """
         return math.sqrt(float(self._variance))
 
     def per_sample(self) -> Tensor | None:
-        """Return the last pass's squared norms, one per sample; None before it, and when compiled."""
+        """Return the last pass's squared norms, one per sample; None before the first pass, or if compiled."""
         return None if self._last is None else self._last[0] * self._last[1]
 
     @property
     def num_samples(self) -> int:
-        """Samples of the measured backward passes since the last `reset()`: those in the sum."""
+        """The number of samples in the sum, since the last `reset()`."""
         return int(self._num_samples)
 
     @property
     def skipped_samples(self) -> int:
-        """Samples of passes that count for nothing, since their gradients were not finite."""
+        """The number of samples in passes that were not counted because their gradients were not finite."""
         return int(self._skipped_samples)
 
     def reset(self) -> None:
-        """Forget all sums."""
+        """Set all sums to zero."""
         self._total: Tensor | float = 0.0
-        """Sum of squared norms, in float64, where it was computed."""
+        """Sum of squared norms, in float64, on the device."""
         self._variance: Tensor | float = 0.0
         self._num_samples: Tensor | int = 0
         self._skipped_samples: Tensor | int = 0
@@ -142,13 +142,13 @@ class NormMeter:
         self.detach()
 
     def attach(self) -> None:
-        """Observe the layers; afterwards backward passes are counted."""
+        """Start counting backward passes by observing the layers."""
         if self._is_attached:
             raise UsageError("this NormMeter is attached already")
         self._engine.switch_on()
         self._frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
         for module in self._model.modules():
-            # A compiler would have to know of hooks; there a pass through measured layers must do.
+            # A compiler would have to know the hooks; there, a pass through measured layers is sufficient.
             own = [p for p in module._parameters.values() if p is not None and not p.requires_grad]
             if own and isinstance(self._engine, EagerEngine):
                 self._handles.append(module.register_forward_pre_hook(ModuleHook(module, self._see_frozen)))
@@ -171,14 +171,14 @@ class NormMeter:
         scale = self._loss_scale.of_pass(done.weight, done.num_samples)
         sq_norms, variances, square = done.sq_norms, done.variances, scale.factor**2
         self._last = (sq_norms, square) if sq_norms.ndim else None
-        # In float64: an epoch adds up very many squares of very different size. A compiled pass brings single numbers.
+        # In float64: an epoch adds very many squares of very different size. A compiled pass gives single numbers.
         total = (sq_norms.sum(dtype=torch.float64) if sq_norms.ndim else sq_norms) * square
         is_finite, counted = None, scale.num_samples
-        if variances is not None:  # of squared norms: the scale enters with its fourth power
+        if variances is not None:  # of squared norms, so the scale enters with its fourth power
             variances = (variances.sum(dtype=torch.float64) if variances.ndim else variances) * square**2
         if self._skips_nonfinite:
             is_finite = total.isfinite()
-            if done.gradients:  # norms and gradients can each overflow by themselves
+            if done.gradients:  # norms and gradients can overflow separately
                 is_finite = is_finite & are_finite(list(done.gradients.values()))
             total = torch.where(is_finite, total, 0.0)
             variances = None if variances is None else torch.where(is_finite, variances, 0.0)
@@ -196,19 +196,19 @@ class NormMeter:
             self._require_frozen()
 
     def _require_frozen(self) -> None:
-        """Raise if a parameter that was frozen when measuring began is trained now."""
+        """Raise if a parameter that was frozen when measuring began trains now."""
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise CoverageError(
                     f"parameter '{name}' was frozen when measuring began and is trained now: its gradients are missing",
-                    "set it free before the epoch begins, also in a loop that freezes and frees it by turns",
+                    "unfreeze it before the epoch begins, even if the loop freezes it for a part of the epoch",
                 )
 
 
 @contextmanager
 def pausing_meters() -> Iterator[None]:
-    """Leave backward passes inside uncounted by the meters that are attached now."""
-    # Only those that run now, so that a pause within a pause does not end the outer one.
+    """Pause all meters that are counting now, for this context."""
+    # Only those that count now, so that a pause within a pause does not end the outer one.
     pausing = [meter._engine for meter in _attached if not meter._engine.paused]
     for engine in pausing:
         engine.paused = True
@@ -221,35 +221,35 @@ def pausing_meters() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class PassSums:
-    """Both sums of one backward pass by itself, on the device."""
+    """Both sums of one backward pass, on the device."""
 
     sum_of_sq_norms: Tensor
     sq_norm_of_sum: Tensor
     num_samples: int | Tensor
-    """Its samples; 0 for a pass of weight zero."""
+    """The pass's samples; 0 for a pass of weight zero."""
     is_finite: Tensor | None
-    """Whether its gradients are finite numbers, and so count; None where every pass counts."""
+    """Whether the gradients are finite, so that the pass counts; None: every pass counts."""
 
 
 class DiversityMeter:
-    """Sums ||g_i||^2 and g_i over backward passes; attach, run any loop, read `diversity()`.
+    """A meter of the sums of ||g_i||^2 and of g_i over backward passes, in any loop; read with `diversity()`.
 
     Parameter hooks give each backward pass's own gradient, so gradient accumulation, clipping and `zero_grad` do not
-    matter. The sum costs one copy of the trainable parameters. A pass that dies half-way is in neither sum.
+    matter. The sum costs one copy of the trainable parameters. A pass that fails half-way is in neither sum.
 
-    If `ranks` train together, reading is a collective: gradient vectors are added over ranks and then squared. Shards
-    of FSDP2 stay shards: each rank sums and squares its own pieces.
+    If `ranks` train together, reading is a collective: gradient vectors are added over ranks and then squared. FSDP2's
+    shards stay shards: each rank sums and squares its own pieces.
 
     Args:
-        model: its trainable parameters must all be covered by norm rules, as `NormMeter` requires.
-        ranks: the processes that train together; None for this one alone.
-        rank_shard: gives this rank's samples of the batch that a loader delivered last; None where there is no loader.
-        delivered: gives how many samples the loader has delivered to this rank so far; None where there is no loader.
-            With both, each pass must go through the samples of its batch, or of its micro-batch, once.
-        on_pass: receives both sums of each backward pass by itself. The gradient sum then starts anew in each pass.
-        skip_nonfinite: whether to leave out passes whose gradients are not all finite, and count them apart. Under a
-            GradScaler they always are. Not for what FSDP2 has sharded.
-        settings: `NormMeter`'s: mode, fallback, loss_reduction, compiled, grad_scaler.
+        model: The model to measure; norm rules must cover all its trainable parameters, as for `NormMeter`.
+        ranks: The processes that train together. None: this one alone.
+        rank_shard: A function that returns this rank's samples of the loader's latest batch. None: there is no loader.
+        delivered: A function that returns the number of samples delivered to this rank so far. None: there is no
+            loader. With both functions, each pass must go once through the samples of its batch or micro-batch.
+        on_pass: A function that receives both sums of each backward pass. The gradient sum then restarts in each pass.
+        skip_nonfinite: Whether to leave out passes whose gradients are not all finite, and count them apart. Under a
+            GradScaler this is always so. Not possible for parameters sharded by FSDP2.
+        settings: Further arguments of `NormMeter`: mode, fallback, loss_reduction, compiled, grad_scaler.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class DiversityMeter:
         self._token = object()
         self._sums: dict[str, Tensor] = {}
         self._unit: Tensor | None = None
-        """The factor that the sums are to be multiplied by when they are read; None if it has always been 1."""
+        """The factor for the sums when they are read; None if it has always been 1."""
         self._shards: ShardSums | None = None
         self._cover()
 
@@ -285,13 +285,13 @@ class DiversityMeter:
             self.norms._skips_nonfinite = True
 
     def attach(self) -> None:
-        """Start counting from zero, over the parameters that train now: layers may have been frozen or set free."""
+        """Start counting from zero, for the parameters that are trainable now."""
         if self._parameters.keys() != trainable(self._model).keys():
             self._cover()
         self.norms.attach()
         self.reset()
         for name in self._sums:
-            # A hook sees the pass's own gradient; `.grad` may hold earlier passes, or be clipped or scaled by the user.
+            # A hook sees the pass's own gradient; `.grad` may include earlier passes, or be clipped or scaled.
             hook = partial(self.norms._engine.take_gradient, name)
             self._handles.append(self._parameters[name].register_hook(hook))
 
@@ -305,26 +305,26 @@ class DiversityMeter:
 
     @property
     def is_attached(self) -> bool:
-        """Whether backward passes are being counted."""
+        """Whether backward passes are counted."""
         return self.norms._is_attached
 
     def reset(self) -> None:
-        """Start from zero without touching the hooks."""
+        """Set the sums to zero without changing the hooks."""
         self.norms.reset()
         self._token = object()
         plain = {name: p for name, p in self._parameters.items() if not is_sharded(p)}
         self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in plain.items()}
         self._unit = None
         self._loaded = 0
-        """Samples whose passes were before a resume."""
+        """The number of samples in passes before a resume."""
         self._seen, self._before = 0, self._delivered() if self._delivered is not None else 0
-        """Samples of eager passes, and those delivered before them."""
+        """Samples in eager passes, and samples delivered before them."""
         self._drop_shards()
         if self._is_sharded:
             assert isinstance(self.norms._engine, EagerEngine)
             self._shards = ShardSums(self._parameters, self.norms._loss_scale.of_mean_over_ranks)
             self._reached: set[int] = set()
-            """Layers with shards that were reached."""
+            """Layers with shards that a pass has reached."""
             self.norms._engine.on_start = self._shards.begin
 
     def _drop_shards(self) -> None:
@@ -334,17 +334,17 @@ class DiversityMeter:
 
     @property
     def token(self) -> object:
-        """Changes whenever the sums start again: a recorded pass that adds to the old ones is of no use then.
+        """An object that changes when the sums restart: recorded passes that add to the old sums are then invalid.
 
-        None as long as the first pass, which is checked by itself, is still to come.
+        None until the first pass, which is checked separately, is complete.
         """
         return self._token if self.norms._engine.is_checked else None
 
     def diversity(self) -> Diversity:
-        """Return the two sums since the last reset."""
+        """Return the diversity from both sums since the last reset."""
         if not self.is_attached:
             raise UsageError("this DiversityMeter is not attached: read diversity() before detaching")
-        if self._shards is not None:  # their gradients may come after the pass
+        if self._shards is not None:  # their gradients may arrive after the pass
             self._require_reached(self._shards.received)
         self._require_delivered(self.norms.num_samples + self.norms.skipped_samples - self._loaded)
         self._multiply_out()
@@ -358,7 +358,7 @@ class DiversityMeter:
         sq_norms, num_samples, skipped = self._ranks.sum_numbers(self._numbers())
         self._multiply_out()
         sums = {name: total.clone() for name, total in self._sums.items()}
-        # Of all ranks, so that the number of ranks may change at a resume; only FSDP2's shards stay in shards.
+        # The sums of all ranks, so that the number of ranks may change on resuming; only FSDP2's shards stay in shards.
         self._ranks.sum_(list(sums.values()))
         if self._shards is not None:
             sums |= self._shards.state_dict()
@@ -370,7 +370,7 @@ class DiversityMeter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from saved sums: the first rank takes them over, the others begin with nothing."""
+        """Continue from saved sums; only the first rank takes them over."""
         self.reset()
         if self._shards is not None:
             self._shards.load_state_dict(state["gradient_sums"])
@@ -385,7 +385,7 @@ class DiversityMeter:
         self._loaded = state["num_samples"] + state["skipped_samples"]
 
     def _numbers(self) -> list[float]:
-        """Return this rank's sum of squared norms, samples in it, and samples left out."""
+        """Return this rank's sum of squared norms, its samples, and the samples left out."""
         return [self.norms.sum_of_sq_norms(), float(self.norms.num_samples), float(self.norms.skipped_samples)]
 
     def __enter__(self) -> Self:
@@ -410,7 +410,7 @@ class DiversityMeter:
             gradients.append(gradient if is_plain else addend(gradient, total))
         if is_finite is not None and is_finite.device.type != "cpu":
             gradients = kept(gradients, is_finite)
-        elif is_finite is not None and not is_finite:  # where nobody has to wait for the answer
+        elif is_finite is not None and not is_finite:  # on the CPU, where reading does not wait
             sums, gradients = [], []
         factor = scale.factor
         if isinstance(factor, Tensor) and sums:
@@ -427,9 +427,9 @@ class DiversityMeter:
             torch._foreach_zero_(every)
 
     def _count_in(self, unit: Tensor) -> None:
-        """Keep the sums as multiples of `unit` from here on, in which gradients are added as they are.
+        """Keep the sums as multiples of `unit` from here on, so that gradients are added unscaled.
 
-        A compiled pass has its scale on the device, and a product with each gradient would take the host too long.
+        A compiled pass has its scale on the device, and multiplying each gradient would take the host too long.
         """
         if self._unit is None:
             self._unit = torch.ones_like(unit)
@@ -438,14 +438,14 @@ class DiversityMeter:
         self._unit.copy_(unit)
 
     def _multiply_out(self) -> None:
-        """Make the sums those of the gradients themselves, for a reader."""
+        """Multiply the sums by their unit, for a reader."""
         if self._unit is not None:
             self._count_in(torch.ones_like(self._unit))
 
     def _check_size(self, num_samples: int, weight: LossWeight | None) -> None:
-        """Raise unless a pass went through each sample of its batch, or of its micro-batch, once.
+        """Raise unless a pass went once through each sample of its batch or micro-batch.
 
-        Compiled passes have their samples on the device: but for the first pass, only their sum is checked, at the end.
+        Compiled passes count samples on the device: after the first pass, only their sum is checked, at the end.
         """
         self._seen += num_samples
         waiting = self._require_delivered(self._seen) - self._seen + num_samples
@@ -453,7 +453,7 @@ class DiversityMeter:
         shard = waiting if rank_shard is None else rank_shard().mine
         of_weight = None if weight is None else weight.num_samples
         expected = shard if of_weight is None else of_weight
-        if num_samples not in (expected, waiting - shard):  # the latter in a loop that fetches one batch ahead
+        if num_samples not in (expected, waiting - shard):  # the latter if the loop prefetches one batch
             raise CoverageError(
                 f"a measured backward pass went through {num_samples} samples, and its "
                 f"{'batch' if of_weight is None else 'micro-batch'} has {expected}: the model sees other entries than "
@@ -463,7 +463,7 @@ class DiversityMeter:
             )
 
     def _require_delivered(self, seen: int) -> int:
-        """Return the samples delivered; raise if this many samples of measured passes cannot have come from them."""
+        """Return the samples delivered; raise if `seen` samples in measured passes cannot come from them."""
         delivered = seen if self._delivered is None else self._delivered() - self._before
         if seen <= delivered:
             return delivered
@@ -499,19 +499,19 @@ def gradient_diversity(
     ranks: Ranks | None = None,
     skip_nonfinite: bool = False,
 ) -> Diversity:
-    """Measure the exact gradient diversity of the samples in `batches`, at the model's present weights.
+    """Measure the exact gradient diversity of the samples in `batches`, at the model's current weights.
 
-    The model runs uncompiled in the mode it is in, and is left as found: weights, gradients, buffers, random state.
+    The model runs uncompiled in its current mode. Its weights, gradients, buffers and random state do not change.
 
     Args:
-        model: the model, also within DistributedDataParallel.
-        loss_fn: gives the loss of a batch, `loss_fn(model(inputs), targets)`.
-        batches: pairs `(inputs, targets)`, as many as you like.
-        loss_reduction: how `loss_fn` reduces over the samples of a batch, "mean" or "sum".
+        model: The model, with or without DistributedDataParallel.
+        loss_fn: A function that returns the loss of a batch, `loss_fn(model(inputs), targets)`.
+        batches: Any number of pairs `(inputs, targets)`.
+        loss_reduction: How `loss_fn` reduces over the samples of a batch, "mean" or "sum".
         fallback: "vmap" measures layers without a norm rule, as in `NormMeter`.
-        ranks: the processes that each bring batches of their own (`loader.full_pass()`): the answer is for all of them.
-        skip_nonfinite: whether to leave out batches whose gradients are not all finite (`skipped_samples` counts
-            them). Otherwise one of them makes the diversity undefined.
+        ranks: The processes that each pass their own batches (`loader.full_pass()`); the result is for all of them.
+        skip_nonfinite: Whether to leave out batches whose gradients are not all finite (`skipped_samples` counts them).
+            Otherwise one such batch makes the diversity undefined.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> data = [(torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1))]
@@ -525,7 +525,7 @@ def gradient_diversity(
     )
     with pausing_meters(), without_weighing(model), _left_as_found(model), torch.enable_grad(), meter:
         for inputs, targets in map(batch_pair, batches):
-            # grad() and not backward(): the parameters' own .grad stays untouched.
+            # grad(), not backward(), which would change the parameters' own .grad.
             torch.autograd.grad(loss_fn(model(inputs), targets), parameters, allow_unused=True)
         if meter.norms.num_samples + meter.norms.skipped_samples == 0:
             raise ArgumentError("gradient_diversity was given no batches")
@@ -533,7 +533,7 @@ def gradient_diversity(
 
 
 def batch_pair(batch: Any) -> tuple[Any, Any]:
-    """Return the batch, if it is a pair."""
+    """Return the batch if it is a pair; raise otherwise."""
     if not isinstance(batch, list | tuple) or len(batch) != 2:
         length = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
         raise ArgumentError(f"batches must be pairs (inputs, targets), got {type(batch).__name__}{length}")
@@ -542,7 +542,7 @@ def batch_pair(batch: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def _left_as_found(model: nn.Module) -> Iterator[None]:
-    """Restore buffers (BatchNorm statistics) and the random state (dropout) afterwards."""
+    """Restore buffers (BatchNorm statistics) and the random state (dropout) when the context ends."""
     found = [(m, key, b, b.clone()) for m in model.modules() for key, b in m._buffers.items() if b is not None]
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(devices)):

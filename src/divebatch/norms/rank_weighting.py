@@ -1,12 +1,12 @@
-"""Exact gradients of a batch that ranks share unevenly, although DDP and FSDP average over ranks.
+"""Exact gradients of a batch that ranks share unequally, although DDP and FSDP average over ranks.
 
-Rank r holds b_r of the m samples. The mean over W ranks of their mean losses is the mean over samples only if each is
-multiplied by W * b_r / m. That is done where the backward pass enters the model: at its outputs. Whatever the loss, all
-gradients behind are then right, also those that travel between ranks, as in SyncBatchNorm.
+Rank r holds b_r of the m samples. The mean over W ranks of their mean losses is the mean over samples only if each loss
+is multiplied by W * b_r / m. This happens at the model's outputs, where the backward pass enters. For any loss, all
+gradients behind the outputs are then right, including those exchanged between ranks, as in SyncBatchNorm.
 
-Gradients with respect to the model's inputs are not weighed: they are part of a loss, or of an attack. A loss that
-differentiates them once more (a penalty on gradients, a physics-informed network) reaches the parameters past the
-outputs, and cannot be weighed here.
+Gradients with respect to the model's inputs are not weighted: they are part of a loss, or of an attack. A loss that
+differentiates them again (a gradient penalty, a physics-informed network) bypasses the outputs and cannot be weighted
+here.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,15 +26,15 @@ BY_HAND = "multiply the loss by loader.rank_shard.loss_weight and pass Controlle
 
 
 def weigh_gradients(model: nn.Module, weight: Callable[[], float]) -> Callable[[], None]:
-    """Multiply what enters `model` backwards by `weight()`, asked for in the forward pass; returns an undo function.
+    """Multiply the gradients that enter `model` by `weight()`, evaluated in the forward pass; return an undo function.
 
-    Only the outermost of nested calls counts: a module may call itself. Costs next to nothing while the weight is 1.
+    Only the outermost of nested calls counts, since a module may call itself. A weight of 1 costs next to nothing.
     """
     return RankWeighting(model, weight).close
 
 
 class RankWeighting:
-    """Two hooks that weight a model's outputs. The object is itself the second one: so `without_weighing` finds it."""
+    """Two hooks that weight a model's outputs. The object is the second hook, so that `without_weighing` finds it."""
 
     def __init__(self, model: nn.Module, weight: Callable[[], float]) -> None:
         self._model, self._weight = model, weight
@@ -42,11 +42,11 @@ class RankWeighting:
         self._depth, self._has_warned = 0, False
         self._handles = [
             model.register_forward_pre_hook(ModuleHook(model, self._enter), prepend=True),
-            model.register_forward_hook(self, always_call=True),  # also where the forward pass fails
+            model.register_forward_hook(self, always_call=True),  # also if the forward pass fails
         ]
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -54,15 +54,15 @@ class RankWeighting:
         self._depth += 1
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Weigh the output of a forward pass that is over."""
+        """Weight the output at the end of a forward pass."""
         if module is not self._model:
             return output
         self._depth -= 1
-        # Here and not on the gradients: SyncBatchNorm's backward pass mixes ranks, so it must see weighted ones.
+        # Here, not on the gradients: SyncBatchNorm's backward pass mixes ranks, so it must see weighted gradients.
         factor = 1.0 if self.is_paused or self._depth else self._weight()
         if output is None or not torch.is_grad_enabled():
             return output
-        # Inputs that come out of another model have a history; those that a loop differentiates have none.
+        # Inputs from another model have a history; inputs that a loop differentiates have none.
         asks = any(isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf for leaf in tree_leaves(inputs))
         if factor == 1.0 and not asks:
             return output
@@ -78,7 +78,7 @@ class RankWeighting:
         return tree_map_only(Tensor, weighed, output)
 
     def factor_of_pass(self, factor: float) -> float:
-        """Return `factor`, or 1 if the backward pass under way brings gradients to inputs alone."""
+        """Return `factor`, or 1 if the current backward pass gives gradients only to inputs."""
         trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)
         if any(is_sharded(parameter) or will_receive(parameter)[0] for parameter in trained):
             return factor
@@ -98,17 +98,17 @@ class RankWeighting:
             warn_user(f"{told}. The first such batch will be an error")
 
     def __deepcopy__(self, _: object) -> "RankWeighting":
-        """Give a copy of the model the hook, which does nothing for it."""
+        """Give a copy of the model a hook that does nothing there."""
         return self
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Give a pickled copy one that does nothing."""
+        """Give a pickled copy a hook that does nothing."""
         return ModuleHook, ()
 
 
 @contextmanager
 def without_weighing(model: nn.Module) -> Iterator[None]:
-    """Run `model` inside as if nobody shared its batches: for passes that are no training."""
+    """Suspend the weights of `model`, for passes that are not part of training."""
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
     pausing = [hook for hook in hooks if isinstance(hook, RankWeighting) and not hook.is_paused]
     for weighting in pausing:
@@ -121,7 +121,7 @@ def without_weighing(model: nn.Module) -> Iterator[None]:
 
 
 class _Weighed(torch.autograd.Function):
-    """Identity. A copy and not a view: torch refuses to change in place what a custom function has a view of."""
+    """An identity that copies: torch does not allow in-place changes of a custom function's view."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float, asked: RankWeighting | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The rule for each kind of layer, and the refusal of a model with trainable parameters that no rule covers."""
+"""The rules for each kind of layer, and the error for a model with trainable parameters that no rule covers."""
 
 import inspect
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ Rule = Callable[[Any, Any, Tensor], Mapping[str, Form | Tensor]]
 """`(layer, x, dy) -> {parameter name: its gradients}`; see `rule_for`."""
 
 Names = Collection[str] | Callable[[Any], Collection[str]]
-"""Names of parameters, or a function that gives them where they depend on the layer."""
+"""Names of parameters, or a function that returns them for a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +24,17 @@ class Entry:
 
     rule: Rule
     parameters: Names | None
-    """Names of the parameters that the rule states; None for all there are."""
+    """Names of the parameters that the rule covers; None: all parameters."""
     all_inputs: bool = False
     reruns: bool = False
     capture: Callable[[Any, Any, Any], Any] | None = None
     input_check: Callable[[Any, Any], str | None] | None = None
     never_for: tuple[type[nn.Module], ...] = ()
     by_rows: bool = False
-    """Whether the module's own parameters are measured, as views with one row a sample (`rules/shared.py`)."""
+    """Whether the module's own parameters are measured, as views with one row per sample (`rules/shared.py`)."""
 
     def states(self, layer: nn.Module, name: str) -> bool:
-        """Tell whether the rule gives the gradients of the layer's parameter of this name."""
+        """Return whether the rule covers the layer's parameter of this name."""
         names = self.parameters(layer) if callable(self.parameters) else self.parameters
         return names is None or name in names
 
@@ -42,7 +42,7 @@ class Entry:
 RULES: dict[type[nn.Module], Entry] = {}
 
 MODEL = "(model)"
-"""The name of a layer that is the whole model."""
+"""The name for a layer that is the whole model."""
 
 
 def rule_for(
@@ -57,22 +57,21 @@ def rule_for(
     """Register the decorated function as the rule for layers of exactly this type.
 
     The function is called as `rule(layer, x, dy)` with the layer's input and the gradient of the loss with respect to
-    its output, both with the batch dimension first. It returns the gradients of each sample by the parameters' names:
-    tensors (batch, *parameter shape), or a `Form` that stands for one. Gradients of frozen or missing parameters are
+    its output, both with the batch dimension first. The function returns each sample's gradients by parameter name:
+    tensors (batch, *parameter shape), or a `Form` of such a tensor. Gradients of frozen or missing parameters are
     ignored. Subclasses of the layer do not inherit the rule, since they may compute something else.
 
     Args:
-        kind: the type of the layers.
-        parameters: names of the parameters that the rule states, or a function that gives them for a layer; any other
+        kind: The type of the layers.
+        parameters: Names of the parameters that the rule covers, or a function that returns them for a layer; any other
             trainable parameter of such a layer is an error.
-        all_inputs: gives the rule a dict of all arguments of `forward` by name in the place of `x`.
-        reruns: for a layer that must run again in its rule. The rule answers for the parameters of the layer's children
-            too (named `child.weight`), gets a `Rerun` in the place of `x`, and is called once for each output that the
+        all_inputs: Whether the rule receives a dict of all arguments of `forward` by name instead of `x`.
+        reruns: Whether the layer must run again in its rule. The rule then also covers the parameters of the layer's
+            children (named `child.weight`), and receives a `Rerun` instead of `x`, once for each output that the
             loss uses, in the layer's own layout.
-        capture: `capture(layer, x, output)` runs in the forward pass, and its result takes the place of `x`; not in
-            compiled models.
-        input_check: `input_check(layer, x)` says what is wrong with an input that only seems to have the batch
-            dimension first, or None. It runs in the first measured pass, and may look at values.
+        capture: `capture(layer, x, output)` runs in the forward pass, and its result replaces `x`; not if compiled.
+        input_check: `input_check(layer, x)` returns a description of the error if an input only seems to have the batch
+            dimension first, else None. The check runs in the first measured pass, and may read values.
     """
 
     def register(rule: Rule) -> Rule:
@@ -93,19 +92,19 @@ def add_rule(kind: type[nn.Module], entry: Entry) -> None:
 
 
 def parameter_of(layer: nn.Module, name: str) -> nn.Parameter | None:
-    """Return the layer's own parameter of this name, or a child's where the name is `child.weight`."""
+    """Return the layer's own parameter of this name, or a child's if the name is `child.weight`."""
     owner, _, key = name.rpartition(".")
     return (layer.get_submodule(owner) if owner else layer)._parameters.get(key)
 
 
 def is_trainable(layer: nn.Module, name: str) -> bool:
-    """Tell whether the layer owns a parameter of this name that is being trained."""
+    """Return whether the layer has a trainable parameter of this name."""
     parameter = layer._parameters.get(name)
     return parameter is not None and parameter.requires_grad
 
 
 def require_batch(layer: nn.Module, x: Tensor, num_dims: int) -> None:
-    """Raise unless the input has at least this many dimensions, the first of which is the batch."""
+    """Raise unless the input has at least this many dimensions, including the batch."""
     if x.ndim < num_dims:
         raise CoverageError(
             f"{type(layer).__name__} was given an input of shape {tuple(x.shape)}: the batch dimension is missing"
@@ -113,36 +112,36 @@ def require_batch(layer: nn.Module, x: Tensor, num_dims: int) -> None:
 
 
 def original_type(module: nn.Module) -> type[nn.Module]:
-    """Return the type a layer was made with, which a compiled meter and `fully_shard` exchange for their own."""
+    """Return the type with which a layer was made, before a compiled meter or `fully_shard` replaced it."""
     kind: type[nn.Module] = getattr(type(module), "divebatch_original", type(module))
     return unsharded_type(kind)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CoveredLayer:
-    """A layer with trainable parameters of its own and the rule that states their gradients."""
+    """A layer with its own trainable parameters, and the rule for their gradients."""
 
     name: str
     module: nn.Module
     entry: Entry
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the rule wants to see of a call: the first argument, or all by name."""
+        """Return the inputs of a call that the rule needs: the first argument, or all by name."""
         if not self.entry.all_inputs:
             return args[0] if args else next(iter(kwargs.values()))
         return dict(inspect.signature(self.module.forward).bind(*args, **kwargs).arguments)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that the rule answers for."""
+        """Return the parameters that the rule covers."""
         return list(self.module.parameters(recurse=self.entry.reruns))
 
     def frozen(self) -> Container[str]:
-        """Return the names of the parameters that are constants at present."""
+        """Return the names of the parameters that are currently frozen."""
         return {name for name, p in self.module.named_parameters(recurse=self.entry.reruns) if not p.requires_grad}
 
     def gradients(self, x: Any, dy: Tensor, frozen: Container[str] = ()) -> list[tuple[nn.Parameter, Form]]:
-        """Return one call's gradients with the parameter of each, which several layers may have in common.
+        """Return one call's gradients, each with its parameter, which several layers may share.
 
         `frozen` names parameters that were constants in the forward pass, whatever they are now.
         """
@@ -154,7 +153,7 @@ class CoveredLayer:
             if parameter is not None and parameter.requires_grad and name not in frozen:
                 form = self._explicit(name, gradient, parameter) if isinstance(gradient, Tensor) else gradient
                 found.append((parameter, form))
-        if not entry.reruns and not entry.by_rows:  # their parameters come one after the other
+        if not entry.reruns and not entry.by_rows:  # their parameters come one by one
             for name, parameter in own.items():
                 if parameter is not None and parameter.requires_grad and name not in stated:
                     raise CoverageError(f"the rule of {self.place} gave no gradients of '{name}'")
@@ -179,7 +178,7 @@ class CoveredLayer:
 
 
 def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLayer]:
-    """Return every layer that owns trainable parameters, with its rule; an error names each parameter without one."""
+    """Return every layer with trainable parameters and its rule; raise an error that names uncovered parameters."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise CoverageError(f"{type(model).__name__} has no trainable parameter: nothing can be measured")
     covered: list[CoveredLayer] = []
@@ -187,7 +186,7 @@ def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLay
     within: set[nn.Module] = set()
     for name, module in model.named_modules():
         _require_batch_first(name, module)
-        if module in within:  # of one that runs it again in its own rule
+        if module in within:  # part of a layer that runs again in its own rule
             continue
         entry = RULES.get(original_type(module), fallback)  # exact types: a subclass may compute something else
         if entry is not None and isinstance(module, entry.never_for):
@@ -210,7 +209,7 @@ def cover(model: nn.Module, *, fallback: Entry | None = None) -> list[CoveredLay
 
 
 def _require_batch_first(name: str, module: nn.Module) -> None:
-    """Refuse layers whose Linear layers would take steps for samples, unnoticed if there are as many of both."""
+    """Refuse layers whose Linear layers would confuse steps with samples, undetected if their numbers are equal."""
     kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     if isinstance(module, kinds) and not module.self_attn.batch_first:
         raise CoverageError(
@@ -219,7 +218,7 @@ def _require_batch_first(name: str, module: nn.Module) -> None:
 
 
 def is_shareable(parameter: Tensor) -> bool:
-    """Tell whether the first dimension can stand for the batch, as that of class tokens and learned positions."""
+    """Return whether the first dimension can be the batch's, as in class tokens and learned positions."""
     return parameter.ndim > 1 and parameter.shape[0] == 1
 
 
@@ -240,7 +239,7 @@ def _uncovered(missed: Sequence[tuple[str, nn.Module, str]], fallback: Entry | N
 
 
 def _rules_to_write(missed: Sequence[tuple[str, nn.Module, str]]) -> Iterator[str]:
-    """Yield what to write for each kind of module; parameters that samples may share come first."""
+    """Yield the rule to write for each kind of module; parameters that samples may share come first."""
     kinds: dict[tuple[bool, str], dict[str, None]] = {}
     for _, module, key in missed:
         parameter = parameter_of(module, key)

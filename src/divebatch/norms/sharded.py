@@ -1,4 +1,4 @@
-"""Parameters that FSDP2 has sharded: their gradients arrive summed over ranks, each rank its own piece of them."""
+"""Parameters sharded by FSDP2, whose gradients arrive summed over ranks, each rank with its own piece."""
 
 import math
 import sys
@@ -17,48 +17,48 @@ from divebatch.ranks import Ranks
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Tell whether this is a DTensor, without importing them, which takes a while."""
+    """Return whether this is a DTensor, without the slow import of that class."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 def unsharded_type(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the module's own class, of which and FSDPModule `fully_shard` has made another."""
+    """Return the module's own class, which `fully_shard` has combined with FSDPModule."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     is_sharded_type = fsdp is not None and kind.__bases__[:1] == (fsdp.FSDPModule,) and len(kind.__bases__) > 1
     return kind.__bases__[1] if is_sharded_type else kind
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor, cut off from the graph: its shard of a DTensor, else all of it."""
+    """Return this rank's part of a tensor, detached: its shard of a DTensor, else all of it."""
     sharded: Any = tensor
     return sharded.to_local().detach() if is_sharded(tensor) else tensor.detach()
 
 
 class Shards:
-    """What this rank holds of some parameters: its shards where FSDP2 has sharded them, else all of them.
+    """This rank's part of some parameters: its shards if FSDP2 has sharded them, else all of them.
 
-    Sums over coordinates, such as products and squared norms, add up over `ranks` to those of the whole gradients.
-    Ranks that hold copies of the same shards (hybrid sharding) each add up over their own copy.
+    Sums over coordinates, such as products and squared norms, add up over `ranks` to those of the whole gradients. In
+    hybrid sharding, ranks with copies of the same shards each add up over their own copy.
 
     Args:
-        parameters: Those that are trained, by name; raises where some are sharded and others not, or not alike.
+        parameters: The trained parameters, by name; raises if they are not all sharded in the same way.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = parameters
         self.is_any_sharded = any(map(is_sharded, parameters.values()))
         self.ranks = _common_ranks(parameters)
-        """Those that hold one copy of the parameters together; this process alone where nothing is sharded."""
+        """The ranks that hold one copy of the parameters together; this process alone if nothing is sharded."""
         self.offsets = {} if self.ranks.is_alone else {name: self._offset(name) for name in parameters}
-        """The number of the first entry that is held, among a parameter's entries one after the other."""
+        """The position of each parameter's first local entry, among all its entries."""
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what this rank holds of tensors that are sharded as their parameters are, by the parameters' names."""
+        """Return this rank's part of tensors that are sharded like their parameters, by the parameters' names."""
         return {name: local(tensor) for name, tensor in tensors.items()}
 
     def save(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy what ranks hold, for a checkpoint: sharded as the parameters are."""
+        """Return copies of local parts for a checkpoint, sharded like the parameters."""
         return {name: _like(self.parameters[name], each.clone()) for name, each in held.items()}
 
     def load(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ class Shards:
         return {name: _piece(self.parameters[name], value) for name, value in saved.items()}
 
     def require_rows(self) -> None:
-        """Raise for shards that are not rows: only rows have all their entries one after the other."""
+        """Raise for shards that are not rows: only the entries of rows are contiguous."""
         for name, parameter in self.parameters.items():
             if not self.ranks.is_alone and (dim := _sharding(name, parameter)[1].dim) != 0:
                 raise ArgumentError(
@@ -81,12 +81,12 @@ class Shards:
 
 
 def first_row(rows: int, rank: int, num_ranks: int) -> int:
-    """Return the number of a rank's first row, as torch shards: all get as many, but the last ones fewer or none."""
+    """Return the number of a rank's first row as torch shards: in equal parts, the last ones smaller or empty."""
     return min(rows, rank * -(-rows // num_ranks))
 
 
 def _common_ranks(parameters: Mapping[str, nn.Parameter]) -> Ranks:
-    """Return the ranks over which the parameters are sharded; raises if they are not the same for all."""
+    """Return the ranks over which the parameters are sharded; raise if these differ between parameters."""
     found: dict[tuple[int, ...], tuple[str, Ranks]] = {}
     for name, parameter in parameters.items():
         mesh_dim = _sharding(name, parameter)[0] if is_sharded(parameter) else None
@@ -105,7 +105,7 @@ def _common_ranks(parameters: Mapping[str, nn.Parameter]) -> Ranks:
 
 
 def _sharding(name: str, parameter: Any) -> tuple[int | None, Any]:
-    """Return the dimension of the mesh over which a parameter is sharded, and how; raises for two, or for sums."""
+    """Return a parameter's sharded mesh dimension and its layout; raise for two dimensions, or for sums."""
     placements = list(enumerate(parameter.placements))
     sharded = [(dim, placement) for dim, placement in placements if placement.is_shard()]
     if len(sharded) > 1 or any(placement.is_partial() for _, placement in placements):
@@ -117,9 +117,9 @@ def _sharding(name: str, parameter: Any) -> tuple[int | None, Any]:
 
 
 class ShardSums:
-    """Sums of gradient shards over backward passes; a full gradient is nowhere.
+    """Sums of gradient shards over backward passes, without any full gradient.
 
-    `scale` turns a gradient as FSDP2 leaves it, a mean over ranks, into the sum over the batch's samples.
+    `scale` turns a gradient from FSDP2, a mean over ranks, into the sum over the batch's samples.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], scale: Callable[[], float]) -> None:
@@ -129,8 +129,8 @@ class ShardSums:
         self._sums = {name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in held.items()}
         self._before: dict[str, Tensor] = {}
         self.received: set[str] = set()
-        """Names of the parameters that had gradients."""
-        # FSDP2's gradients reach no parameter hook: only after accumulation is the averaged piece there.
+        """Names of the parameters that received gradients."""
+        # FSDP2's gradients reach no parameter hook: the averaged piece exists only after accumulation.
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._receive, name)) for name, p in self._parameters.items()
         ]
@@ -143,7 +143,7 @@ class ShardSums:
         self._sums, self._before = {}, {}
 
     def begin(self) -> None:
-        """Begin a backward pass: what `.grad` holds already is not of this one."""
+        """Begin a backward pass; gradients already in `.grad` are not part of it."""
         held = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self._before = {name: grad.to_local().detach().clone() for name, grad in held.items()}
 
@@ -151,32 +151,32 @@ class ShardSums:
         self.received.add(name)
         gradient = parameter.grad.to_local().detach()
         before = self._before.pop(name, None)
-        # `.grad` may hold earlier passes of an accumulated batch, which were counted already.
+        # `.grad` may include earlier passes of an accumulated batch, which were counted before.
         fresh = gradient if before is None else gradient - before
         self._sums[name].add_(fresh.to(self._sums[name].dtype), alpha=self._scale())
 
     def sq_norm(self) -> float:
-        """Return this rank's part of ||sum||^2: parts add up over ranks."""
+        """Return this rank's part of ||sum||^2; the parts add up over ranks."""
         parts = []
         for name, total in self._sums.items():
             layout = zip(self._parameters[name].placements, self._parameters[name].device_mesh.shape, strict=True)
-            # Under hybrid sharding several ranks hold the same piece, and the sum over ranks must count it once.
+            # In hybrid sharding several ranks hold the same piece, and the sum over ranks must count it once.
             copies = math.prod(size for placement, size in layout if not placement.is_shard())
             parts.append(torch.linalg.vector_norm(total, dtype=torch.float64) ** 2 / copies)
         return float(torch.stack(parts).sum()) if parts else 0.0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the sums, sharded as the parameters are."""
+        """Return the sums, sharded like the parameters."""
         return {name: _like(self._parameters[name], total.clone()) for name, total in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load sums from shards laid out as here, or from whole tensors."""
+        """Load sums from shards with the layout used here, or from whole tensors."""
         for name, total in self._sums.items():
             total.copy_(_piece(self._parameters[name], state[name]))
 
 
 def _like(parameter: Any, held: Tensor) -> Any:
-    """Return what this rank holds as a tensor that is sharded as the parameter is, if it is."""
+    """Return a local part as a tensor that is sharded like the parameter, if the parameter is."""
     if not is_sharded(parameter):
         return held
     layout = {"shape": parameter.shape, "stride": parameter.stride()}
@@ -185,7 +185,7 @@ def _like(parameter: Any, held: Tensor) -> Any:
 
 
 def _piece(parameter: Any, value: Any) -> Any:
-    """Return this rank's part of a tensor that is whole, or sharded as the parameter is."""
+    """Return this rank's part of a tensor that is whole, or sharded like the parameter."""
     if not is_sharded(parameter):
         return local(value)
     where, how = parameter.device_mesh, parameter.placements

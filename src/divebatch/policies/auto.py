@@ -11,7 +11,7 @@ from divebatch.policies.policy import Capped
 POWERS = {"linear": 1.0, "sqrt": 0.5, "adam": 0.5, "adam-beta1": 0.5}
 """The power of the batch size that the learning rate follows, for each coupling by name."""
 NEAREST = 2**0.25
-"""Sizes are half an octave apart, and the nearest is chosen, from a quarter of an octave below it."""
+"""The factor within which a size is the nearest: a quarter of an octave, as sizes are half an octave apart."""
 LEAD = 4.0
 """The most first batches reached by time alone, so that a wrong length of the training costs little."""
 STEPS_LEFT, STEPS_SEEN = 40, 75

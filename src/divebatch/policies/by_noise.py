@@ -69,7 +69,7 @@ class NoiseDoubling(Capped):
 
     The first batch is taken as the price of a step, in samples: at this price, sqrt(b0 * B) wastes least (McCandlish
     et al. 2018). Early in training B is about as large as a good fixed batch, so the size grows soon. Later B grows by
-    orders of magnitude, and the size only with its root.
+    orders of magnitude, and the size only with the root of B.
 
     The size changes by doublings, so that a compiler sees few shapes, and never falls. A change needs the whole 95 %
     interval of the estimate above the current size. At the cap nothing is measured any more.
@@ -86,8 +86,8 @@ class NoiseDoubling(Capped):
 
     Args:
         max_batch_size: The largest batch, in samples.
-        step_cost: The number of samples that one optimizer step is worth. None: the first batch. If the fixed cost of a
-            step exceeds that of your first batch, `advise` measures the right number.
+        step_cost: The number of samples that one optimizer step is worth. None: the first batch. If a step's
+            fixed cost equals that of many more samples, measure this number with `advise`.
     """
 
     needs = frozenset({"diversity"})
@@ -238,7 +238,7 @@ class SimiGrad(Periodic):
         every_epochs: Epochs between two decisions.
         monotone: Whether the batch never shrinks.
         target_cosine: The cosine to keep, between 0 and 1.
-        multiple_of: The number of samples of which sizes are multiples, and the smallest change.
+        multiple_of: The unit of all sizes, in samples, and the smallest change.
     """
 
     lr_coupling = "sqrt"

@@ -10,7 +10,7 @@ from divebatch.policies.policy import Capped, decided
 
 @dataclass(frozen=True)
 class ScheduleToBatch(Capped):
-    """The first batch size over the relative rate of the schedule, with any torch scheduler.
+    """A batch size inversely proportional to the schedule's rate, with any torch scheduler.
 
     The rate is relative to its highest so far. So growth begins when the rate begins to fall, after any warm-up.
     """

@@ -1,4 +1,4 @@
-"""DiveBatch: the batch size that gradient diversity asks for (the paper's Algorithm 1, last line)."""
+"""The DiveBatch policy: a batch size proportional to gradient diversity (the paper's Algorithm 1, last line)."""
 
 import math
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ class _Delta(Policy):
 class DiveBatch(Periodic, _Delta):
     """The paper's rule: the batch size is delta * n * diversity, within floor and cap.
 
-    n * diversity is one plus the gradient noise scale, so `delta` is the size of a batch relative to it. Training then
-    takes about 1 + delta times the samples that tiny batches would need, and 1 + 1/delta times the fewest steps that
-    huge ones would. This holds for estimators at fixed weights, which `with_extra_samples` uses. The default here is
-    the paper's, "trajectory", whose values are ten to hundreds of times larger; the right delta is then smaller.
+    n * diversity is one plus the gradient noise scale, and `delta` is the batch size as a fraction of this number.
+    Training then takes about 1 + delta times the samples that tiny batches would need, and 1 + 1/delta times the fewest
+    steps that huge ones would. This holds for estimators at fixed weights, which `with_extra_samples` uses. The default
+    here is the paper's, "trajectory": its values are ten to hundreds of times larger, as if delta were.
 
     If an estimate has an interval, the size changes only if the whole interval asks for a change. An undefined
     diversity (gradients that sum to zero, NaN, infinity) counts as infinite and gives the cap, as in the authors' code.
@@ -85,6 +85,6 @@ class DiveBatch(Periodic, _Delta):
 
 @dataclass(frozen=True)
 class ExtraSamples(DiveBatch):
-    """`DiveBatch.with_extra_samples`: the paper's rule on an estimate at fixed weights."""
+    """The policy of `DiveBatch.with_extra_samples`: the paper's rule on an estimate at fixed weights."""
 
     estimator = "moments"

@@ -78,7 +78,7 @@ class Goodput(Capped):
 
 
 def goodput(batch_size: int, first_batch_size: int, noise_scale: float, line: Line) -> float:
-    """Return the samples a second times the worth of a sample, relative to one in the first batch."""
+    """Return the throughput in samples a second times the worth of a sample, relative to the first batch."""
     ratio = batch_size / first_batch_size
     worth = gain(ratio, max(0.0, noise_scale) / first_batch_size) / ratio
     return batch_size / (line[0] + line[1] * batch_size) * worth

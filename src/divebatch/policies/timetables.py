@@ -30,7 +30,7 @@ class Fixed(Policy):
 
 @dataclass(frozen=True)
 class AdaBatch(Capped):
-    """AdaBatch (Devarakonda et al. 2018): the batch size times a factor every N epochs, up to a cap.
+    """AdaBatch (Devarakonda et al. 2018): a batch size multiplied by a factor every N epochs, up to a cap.
 
     Two versions exist. The DiveBatch paper does not change the learning rate (`lr_decay=1.0`); the original AdaBatch
     multiplies the rate by 0.75 at each doubling (`lr_decay=0.75`). At the cap neither changes any more. If the wanted
@@ -97,7 +97,7 @@ class PadaDamp(Capped):
 
 @dataclass(frozen=True)
 class GeoDamp(Capped):
-    """GeoDamp (Sievert): b0 * factor^(epoch // every_epochs).
+    """GeoDamp (Sievert): exponential growth, b0 * factor^(epoch // every_epochs).
 
     Args:
         max_batch_size: The largest batch, in samples.

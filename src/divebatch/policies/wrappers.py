@@ -110,7 +110,7 @@ class _RoundedDown(Around):
 class Rounded(_RoundedDown):
     """A policy with sizes rounded down to multiples, since a compiler may take half a minute for each new size.
 
-    A rule that changes the size in small steps would never change it. The current size stays if rounding would reverse
+    Under a rule with only small changes the size would never change. The current size stays if rounding would reverse
     the change or give zero.
 
     Args:
@@ -132,7 +132,7 @@ class Rounded(_RoundedDown):
 class Doublings(_RoundedDown):
     """A policy with the fewest sizes: the cap, and doublings and halvings of the first batch, rounded down.
 
-    A rule that changes the size in small steps would never change it. `NoiseDoubling` and `AdaBatch` already use
+    Under a rule with only small changes the size would never change. `NoiseDoubling` and `AdaBatch` already use
     doublings.
 
     Args:

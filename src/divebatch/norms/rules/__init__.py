@@ -1,1 +1,1 @@
-"""Rules for torch's layers, one file a family."""
+"""Rules for torch's layers, one file per family."""

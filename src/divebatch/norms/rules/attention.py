@@ -1,4 +1,4 @@
-"""Multi-head attention: it runs again in its rule, and its four projections are Linear layers.
+"""Multi-head attention, which runs again in its rule with four Linear layers as projections.
 
 Shapes: B samples, T queries, S keys, H heads, E features.
 """
@@ -22,7 +22,7 @@ PARAMETERS = (
 
 @rule_for(nn.MultiheadAttention, parameters=PARAMETERS, reruns=True)
 def multihead_attention(layer: Any, run: Rerun, dy: Tensor) -> dict[str, Form]:
-    """Measure exactly with every mask and option; dropout is drawn again as it was."""
+    """Measure the layer exactly with every mask and option; dropout repeats its random numbers."""
     require_batch(layer, run.arguments["query"], 3)
     inputs = [_batch_first(layer, run.arguments[name]) for name in ("query", "key", "value")]
     with run.surroundings.restored():
@@ -41,7 +41,7 @@ def multihead_attention(layer: Any, run: Rerun, dy: Tensor) -> dict[str, Form]:
 
 
 def _of_input_projections(inputs: list[Tensor], dys: tuple[Tensor, ...]) -> dict[str, Form]:
-    """State the input projections, in one matrix and in three: those that a layer does not have are ignored."""
+    """Return the gradients of the input projections, as one matrix and as three; missing ones are ignored."""
     outers = [Outer(dy, x) for dy, x in zip(dys, inputs, strict=True)]
     bias = Explicit(torch.cat([dy.sum(1) for dy in dys], 1))
     separate = dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), outers, strict=True))
@@ -49,12 +49,12 @@ def _of_input_projections(inputs: list[Tensor], dys: tuple[Tensor, ...]) -> dict
 
 
 def _batch_first(layer: Any, x: Tensor) -> Tensor:
-    """Move a tensor from the layer's own layout to the batch first, or back."""
+    """Change between the layer's own layout and batch first."""
     return x if layer.batch_first else x.transpose(0, 1)
 
 
 def _input_projections(layer: Any) -> list[tuple[Tensor, Tensor | None]]:
-    """Return weight and bias of queries, keys and values."""
+    """Return weight and bias for queries, keys and values."""
     weights = [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight]
     if layer.in_proj_weight is not None:
         weights = layer.in_proj_weight.chunk(3)
@@ -63,7 +63,7 @@ def _input_projections(layer: Any) -> list[tuple[Tensor, Tensor | None]]:
 
 
 def _extra_positions(layer: Any, num_samples: int) -> list[Tensor]:
-    """Return one key and one value, (B, 1, E), that the layer has learnt for all samples, with a gradient for each."""
+    """Return the key and the value, (B, 1, E), that the layer has learned for all samples, each with a gradient."""
     if layer.bias_k is None:
         return []
     return [p.detach()[0].repeat(num_samples, 1, 1).requires_grad_() for p in (layer.bias_k, layer.bias_v)]
@@ -72,9 +72,9 @@ def _extra_positions(layer: Any, num_samples: int) -> list[Tensor]:
 def _attend(
     layer: Any, arguments: dict[str, Any], projected: list[Tensor], extra: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return the context (B, T, E) and the attention weights, by the layer's own kernels, so that dropout agrees."""
+    """Return the context (B, T, E) and the attention weights, using the layer's own kernels, so that dropout agrees."""
     queries, keys, values = projected
-    # Positions that every sample has besides its own.
+    # Positions that every sample has in addition to its own.
     zeros = [torch.zeros_like(keys[:, :1])] if layer.add_zero_attn else []
     extended = [torch.cat([x, *extra[i : i + 1], *zeros], 1) for i, x in enumerate((keys, values))]
     q, k, v = (x.unflatten(2, (layer.num_heads, -1)).transpose(1, 2) for x in (queries, *extended))
@@ -92,7 +92,7 @@ def _attend(
 def _mask(
     layer: Any, arguments: dict[str, Any], q: Tensor, num_keys: int, num_positions: int
 ) -> tuple[Tensor | None, bool]:
-    """Return the sum of masks, (B or 1, H or 1, T or 1, positions), and whether the kernel masks causally itself.
+    """Return the sum of masks, (B or 1, H or 1, T or 1, positions), and whether the kernel itself masks causally.
 
     Positions after the samples' own keys are open to every query.
     """
@@ -110,7 +110,7 @@ def _mask(
 
 
 def _added(mask: Tensor, scores: Tensor) -> Tensor:
-    """Turn a mask of truth values (true: closed) into one that is added."""
+    """Turn a boolean mask (true: closed) into an additive one."""
     if mask.dtype != torch.bool:
         return mask.to(scores.dtype)
     return torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(mask, -math.inf)

@@ -1,8 +1,8 @@
-"""Convolutions of one, two and three dimensions, and their transposes.
+"""Convolutions of one, two and three dimensions, and transposed convolutions.
 
-The gradient of one sample's weight is a sum over output positions of (output gradient) x (input patch)^T, per group.
-A transposed convolution is the same with input and output gradient exchanged. Shapes: B samples, G groups, T positions,
-P rows and D columns of one group's weight matrix (D: channels of a patch times kernel size).
+Per group, the gradient of one sample's weight is a sum over output positions of (output gradient) x (input patch)^T. A
+transposed convolution exchanges input and output gradient. Shapes: B samples, G groups, T positions, P rows and D
+columns of one group's weight matrix (D: channels of a patch times kernel size).
 """
 
 from collections.abc import Sequence
@@ -31,26 +31,26 @@ from divebatch.norms.sketch import Estimate, estimate, project, sum_dtype
 
 @dataclass(slots=True)
 class Patches(Form):
-    """Gradients sum_t left_t patch_t(right)^T of a convolution's weight."""
+    """The gradients sum_t left_t patch_t(right)^T of a convolution's weight."""
 
     left: Tensor
-    """(B, G * P, *positions)."""
+    """The left factors, (B, G * P, *positions)."""
     unpadded: Tensor
-    """(B, G * channels, *size)."""
+    """The input without padding, (B, G * channels, *size)."""
     padding: Sequence[int]
-    """Zeros around it as `torch.nn.functional.pad` takes them: before and after, last dimension first."""
+    """The zeros around the input, as for `torch.nn.functional.pad`: before and after, last dimension first."""
     kernel_size: Sequence[int]
     stride: Sequence[int]
     dilation: Sequence[int]
     groups: int
     shape: torch.Size
-    """Shape of the weight."""
+    """The shape of the weight."""
 
     _padded: Tensor | None = None
 
     @property
     def right(self) -> Tensor:
-        """The input with its zeros: a copy, made once, which sketches do without."""
+        """The padded input: a copy, made once, which sketches do not need."""
         if self._padded is None:
             self._padded = pad(self.unpadded, self.padding) if any(self.padding) else self.unpadded
         return self._padded
@@ -68,7 +68,7 @@ class Patches(Form):
         else:  # entries of the largest temporary tensor
             patches = self.left.shape[2:].numel() * self.unpadded.shape[1] * self._kernel_entries
             entries = max(patches, self.shape.numel())
-            # A CPU's own kernel reads no copies; on a GPU a convolution with that many groups is slow.
+            # A CPU's own kernel reads no copies; on a GPU a convolution with so large a number of groups is slow.
             on_cpu = self.left.device.type == "cpu" and self._kernel_entries > 1
             kernel = self._by_grouped_convolution if on_cpu and not is_compiling else self._by_patches
         chunk = chunk_size(self.unpadded, entries)
@@ -77,21 +77,21 @@ class Patches(Form):
         return torch.cat([kernel(slice(at, at + chunk)) for at in range(0, self.num_samples, chunk)])
 
     def _suits_triton(self) -> bool:
-        """Tell whether there are GPU kernels for such a convolution. One row alone is its own, exact sketch."""
+        """Return whether there are GPU kernels for this convolution. A single row is its own exact sketch."""
         is_plain = self.groups == 1 and self.left.ndim == 4 and self.left.shape[1] > 1
         return is_plain and self._kernel_entries <= triton.MOST_KERNEL_ENTRIES
 
     def _has_few_positions(self) -> bool:
-        """Tell whether inner products of positions are fewer multiplications than the gradient."""
+        """Return whether inner products of positions need fewer multiplications than the gradient."""
         num_positions, num_inputs = self.left.shape[2:].numel(), self.unpadded.shape[2:].numel()
         rows, columns = self.left.shape[1], self.unpadded.shape[1] * self._kernel_entries
         by_inner_products = num_positions**2 * rows + num_inputs**2 * self.unpadded.shape[1]
         return self.groups == 1 and by_inner_products < num_positions * rows * columns
 
     def _by_positions(self, samples: slice) -> Tensor:
-        """Use the Gram form, sum over t, s of (left_t . left_s) (patch_t . patch_s), without patches.
+        """Use the Gram form, the sum over t, s of (left_t . left_s) (patch_t . patch_s), without patches.
 
-        The product of two patches is a sum of products of single input positions, one a kernel entry.
+        The product of two patches is a sum of products of single input positions, one per kernel entry.
         """
         left, right = map(with_room, same_dtype(self.left[samples], self.unpadded[samples]))
         left_NPT, right_NCL, size = self._flat(left), self._flat(right), right.shape[2:]
@@ -110,7 +110,7 @@ class Patches(Form):
         return products
 
     def _by_patches(self, samples: slice) -> Tensor:
-        """Copy the patches, then one product a sample: whichever is cheaper, the gradient or its Gram form."""
+        """Copy the patches, then use one product per sample: the cheaper of the gradient and its Gram form."""
         return self._over_groups(sq_norms_of_products(*self._matrices(samples)))
 
     def _met(self, x: Tensor, axis: int, dim: int, entry: int) -> Tensor:
@@ -120,7 +120,7 @@ class Patches(Form):
         return x.narrow(axis, entry * self.dilation[dim], span)[(slice(None),) * axis + (slice(None, None, stride),)]
 
     def _by_grouped_convolution(self, samples: slice) -> Tensor:
-        """Compute all samples' weight gradients as those of one convolution with a group for each."""
+        """Compute all samples' weight gradients by one convolution with a group for each sample."""
         padding, right = self._reached(samples)
         left, right = same_dtype(self.left[samples], right)
         as_one = [each.reshape(1, -1, *each.shape[2:]) for each in (left, right)]
@@ -132,7 +132,7 @@ class Patches(Form):
         return self._weight_gradient(*same_dtype(self.left, right), padding, 1)
 
     def _weight_gradient(self, left: Tensor, right: Tensor, padding: Sequence[int], copies: int) -> Tensor:
-        """Compute it by torch's own kernel, for a convolution that has all groups `copies` times."""
+        """Compute the gradient by torch's own kernel, for a convolution with `copies` times all groups."""
         weight = left.new_empty(()).expand(copies * self.shape[0], *self.shape[1:])
         geometry = (self.stride, padding, self.dilation, False, [0] * len(padding), copies * self.groups)
         gradient: Tensor = torch.ops.aten.convolution_backward(
@@ -141,7 +141,7 @@ class Patches(Form):
         return gradient
 
     def _reached(self, samples: slice) -> tuple[Sequence[int], Tensor]:
-        """Return the zeros on both ends and the input; where a convolution cannot, none and the padded input."""
+        """Return the padding and the input; if a convolution cannot pad so, no padding and the padded input."""
         before, after = self.padding[-2::-2], self.padding[-1::-2]
         sizes = zip(self.kernel_size, self.dilation, self.left.shape[2:], self.stride, strict=True)
         spans = [(size - 1) * dilation + (num - 1) * stride + 1 for size, dilation, num, stride in sizes]
@@ -150,11 +150,11 @@ class Patches(Form):
             return before, self.unpadded[samples]
         right = self.right[samples]
         for dim, span in enumerate(spans):
-            right = right.narrow(dim + 2, 0, span)  # what no window reaches would add one
+            right = right.narrow(dim + 2, 0, span)  # positions that no window reaches would add a window
         return [0] * len(spans), right
 
     def sketch(self, *, seed: Tensor | None = None) -> Estimate:
-        """Shift the one-channel projection of `left`, once a kernel entry, instead of copying patches of the input."""
+        """Shift the one-channel projection of `left`, once per kernel entry, instead of copying input patches."""
         left, right = same_dtype(self.left, self.unpadded)
         if self._suits_triton() and triton.applies(left, right):
             return triton.conv2d_sketch(left, right, *self._geometry, seed=seed)
@@ -164,24 +164,24 @@ class Patches(Form):
         return estimate(u_NXC.view(*z_NHT.shape[:2], -1)).of_groups(self.groups)
 
     def _shifts(self, z: Tensor) -> Tensor:
-        """(N, H, *kernel, *input size): z at the input positions it meets through each kernel entry, a view."""
+        """Return a view of z at the input positions of each kernel entry: (N, H, *kernel, *input size)."""
         lengths, amounts = self.unpadded.shape[2:], []
         for dim, (size, stride, dilation) in enumerate(zip(self.kernel_size, self.stride, self.dilation, strict=True)):
             z, zeros = _spread(z, dim + 2, stride), self.padding[-2 * (dim + 1)]
             amounts += [((size - 1) * dilation - zeros, lengths[dim] + zeros - z.shape[dim + 2])]
         z = pad(z, [amount for ends in reversed(amounts) for amount in ends])
         for dim, (length, dilation) in enumerate(zip(lengths, self.dilation, strict=True)):
-            z = z.unfold(dim + 2, length, dilation)  # one window a kernel entry
+            z = z.unfold(dim + 2, length, dilation)  # one window per kernel entry
         return z
 
     def explicit(self, samples: slice) -> Tensor:
-        """(b, *weight shape)."""
+        """Return the gradients of some samples, (b, *weight shape)."""
         left, right = self._matrices(samples)
         return (left.mT @ right).view(-1, *self.shape)
 
     @property
     def _geometry(self) -> tuple[Sequence[int], ...]:
-        """Kernel size, stride, zeros before each dimension, dilation."""
+        """Return kernel size, stride, zeros before each dimension, and dilation."""
         return self.kernel_size, self.stride, self.padding[-2::-2], self.dilation
 
     @property
@@ -194,15 +194,15 @@ class Patches(Form):
         return torch.Size(map(sum, zip(self.unpadded.shape[2:], zeros, strict=True)))
 
     def _flat(self, x: Tensor) -> Tensor:
-        """(b, G * channels, *positions) -> (b * G, channels, T)."""
+        """Reshape (b, G * channels, *positions) to (b * G, channels, T)."""
         return x.reshape(len(x) * self.groups, x.shape[1] // self.groups, -1)
 
     def _over_groups(self, sq_norms: Tensor) -> Tensor:
-        """(b * G,) -> (b,)."""
+        """Add up the groups of each sample: (b * G,) to (b,)."""
         return sq_norms.view(-1, self.groups).sum(1) if self.groups > 1 else sq_norms
 
     def _matrices(self, samples: slice) -> tuple[Tensor, Tensor]:
-        """(b * G, T, P) and (b * G, T, D)."""
+        """Return the output gradients (b * G, T, P) and the patches (b * G, T, D)."""
         left, right = same_dtype(self.left[samples], self.right[samples])
         left_NTP = self._flat(left).mT
         windows = self._windows(right).unflatten(1, (self.groups, -1))  # (b, G, channels, *positions, *kernel)
@@ -210,7 +210,7 @@ class Patches(Form):
         return left_NTP, patches
 
     def _windows(self, right: Tensor) -> Tensor:
-        """(B, channels, *positions, *kernel): a view."""
+        """Return a view of the patches, (B, channels, *positions, *kernel)."""
         dims = range(len(self.kernel_size))
         for dim, size, stride, dilation in zip(dims, self.kernel_size, self.stride, self.dilation, strict=True):
             windows = right.unfold(dim + 2, (size - 1) * dilation + 1, stride)[..., ::dilation]
@@ -219,12 +219,12 @@ class Patches(Form):
 
 
 def _product(shifts: Tensor, right_NLC: Tensor) -> Tensor:
-    """(N, H * kernel, C): the sketch, from shifts that are copied for it."""
+    """Return the sketch (N, H * kernel, C), from shifts that are copied for the product."""
     return torch.bmm(shifts.reshape(len(shifts), -1, right_NLC.shape[1]), right_NLC)
 
 
 def _spread(z: Tensor, dim: int, stride: int) -> Tensor:
-    """Put `stride - 1` zeros between the entries of one dimension."""
+    """Insert `stride - 1` zeros between the entries of one dimension."""
     if stride == 1:
         return z
     shape = [*z.shape[:dim], (z.shape[dim] - 1) * stride + 1, *z.shape[dim + 1 :]]
@@ -237,11 +237,11 @@ def _spread(z: Tensor, dim: int, stride: int) -> Tensor:
 @rule_for(nn.Conv2d)
 @rule_for(nn.Conv3d)
 def conv(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
-    """Measure with every stride, dilation, grouping, padding and padding mode."""
+    """Measure a convolution with any stride, dilation, grouping, padding and padding mode."""
     require_batch(layer, x, layer.weight.ndim)
     gradients = _bias(layer, dy)
     if is_trainable(layer, "weight"):
-        amounts = list(layer._reversed_padding_repeated_twice)  # also knows "same", with its uneven ends
+        amounts = list(layer._reversed_padding_repeated_twice)  # includes "same", with its uneven ends
         if layer.padding_mode != "zeros":
             x, amounts = pad(x, amounts, mode=layer.padding_mode), [0] * len(amounts)
         gradients["weight"] = _patches(layer, left=dy, unpadded=x, padding=amounts)
@@ -252,7 +252,7 @@ def conv(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
 @rule_for(nn.ConvTranspose2d)
 @rule_for(nn.ConvTranspose3d)
 def transposed_conv(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
-    """Exchange input and output gradient; output padding adds nothing to the weight's gradient."""
+    """Exchange input and output gradient of a convolution; output padding does not affect the weight's gradient."""
     require_batch(layer, x, layer.weight.ndim)
     gradients = _bias(layer, dy)
     if is_trainable(layer, "weight"):

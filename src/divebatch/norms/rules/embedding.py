@@ -1,4 +1,4 @@
-"""Embeddings: a token's row gets the gradients of all positions that hold the token, added up before squaring."""
+"""Embeddings: a token's row gets the gradients of all positions with this token, added up before squaring."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,41 +12,41 @@ from divebatch.norms.registry import rule_for
 from divebatch.norms.sketch import sum_dtype
 
 MOST_COMPARED = 2048
-"""Entries of a sample up to which all pairs are compared on a GPU."""
+"""The most entries of a sample for which a GPU compares all pairs."""
 
 FEWEST_POSITIONS = 4
-"""Fewer consecutive numbers may be a batch of single tokens."""
+"""The fewest consecutive numbers that count as positions; fewer may be a batch of single tokens."""
 
 
 @dataclass(slots=True)
 class Rows(Form):
-    """Gradients of a table's rows: entry m adds `values[m]` to row `rows[m]` of sample `samples[m]`."""
+    """The gradients of a table's rows: entry m adds `values[m]` to row `rows[m]` of sample `samples[m]`."""
 
     samples: Tensor
-    """(M,)."""
+    """The sample of each entry, (M,)."""
     rows: Tensor
-    """(M,)."""
+    """The row of each entry, (M,)."""
     values: Tensor
-    """(M, width)."""
+    """The gradient of each entry, (M, width)."""
     batch_size: int
     num_rows: int
     per_sample: int | None = None
-    """Entries of each sample, one sample after the other; None where they differ."""
+    """The number of consecutive entries per sample; None if samples differ."""
 
     def sq_norms(self) -> Tensor:
-        """Take the quicker of two ways that agree: a GPU multiplies faster than it sorts."""
+        """Use the faster of two equivalent ways: a GPU multiplies faster than it sorts."""
         if self.per_sample and self.per_sample <= MOST_COMPARED and self.values.is_cuda:
             return self._by_comparing(self.per_sample)
         return self._by_sorting()
 
     def _by_comparing(self, per_sample: int) -> Tensor:
-        """Add up v_t . v_s over the pairs of a sample's entries t, s that fall on the same row."""
+        """Add up v_t . v_s over the pairs of a sample's entries t, s that have the same row."""
         values_BTW = self.values.view(self.batch_size, per_sample, self.values.shape[1])
         rows_BT = self.rows.view(self.batch_size, per_sample)
         return in_chunks(_over_equal, values_BTW, rows_BT, chunk_size(values_BTW, 3 * per_sample**2))
 
     def _by_sorting(self) -> Tensor:
-        """Add entries of the same sample and row, then square. Sorting keeps it free of synchronisation."""
+        """Add entries of the same sample and row, then square. Sorting needs no synchronisation."""
         keys, order = (self.samples * self.num_rows + self.rows).sort()
         is_new = torch.ones_like(keys)
         is_new[1:] = (keys[1:] != keys[:-1]).to(keys.dtype)
@@ -74,14 +74,14 @@ class Rows(Form):
 
 
 def _over_equal(values_BTW: Tensor, rows_BT: Tensor) -> Tensor:
-    """Add up the values' products over the pairs with equal rows, (B,)."""
+    """Add up products of the values over pairs with equal rows, (B,)."""
     values_BTW = values_BTW.to(sum_dtype(values_BTW.dtype))
     is_same = rows_BT[:, :, None] == rows_BT[:, None, :]
     return (values_BTW @ values_BTW.mT).mul_(is_same).sum((1, 2))
 
 
 def _shared_positions(layer: Any, x: Tensor) -> str | None:
-    """Recognise consecutive numbers without a second dimension: positions, embedded once for all samples."""
+    """Return an error for consecutive numbers without a second dimension: positions, embedded once for all samples."""
     if x.ndim != 1 or len(x) < FEWEST_POSITIONS or bool((x.diff() != 1).any()):
         return None
     return (
@@ -92,7 +92,7 @@ def _shared_positions(layer: Any, x: Tensor) -> str | None:
 
 @rule_for(nn.Embedding, input_check=_shared_positions)
 def embedding(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
-    """Add up repeated tokens; padding_idx gets no gradient."""
+    """Add up the gradients of repeated tokens; padding_idx gets no gradient."""
     if layer.scale_grad_by_freq:
         raise CoverageError("Embedding(scale_grad_by_freq=True) mixes the samples of a batch: it cannot be measured")
     tokens = x.reshape(len(x), -1)
@@ -103,7 +103,7 @@ def embedding(layer: Any, x: Tensor, dy: Tensor) -> dict[str, Form]:
 
 @rule_for(nn.EmbeddingBag, all_inputs=True)
 def embedding_bag(layer: Any, inputs: dict[str, Any], dy: Tensor) -> dict[str, Form]:
-    """Measure bags, one a sample, of mode sum or mean, given as rows of a matrix or by offsets."""
+    """Measure bags, one per sample, in mode sum or mean, given as rows of a matrix or by offsets."""
     if layer.scale_grad_by_freq:
         raise CoverageError("EmbeddingBag(scale_grad_by_freq=True) mixes the samples of a batch: it cannot be measured")
     if layer.mode == "max":
@@ -120,7 +120,7 @@ def embedding_bag(layer: Any, inputs: dict[str, Any], dy: Tensor) -> dict[str, F
     if layer.mode == "mean":
         kept = (tokens.flatten() != (-1 if layer.padding_idx is None else layer.padding_idx)).to(dy.dtype)
         counts = dy.new_zeros(len(dy)).index_add_(0, samples, kept)
-        # A bag of nothing but padding has a count of zero and a gradient of zero.
+        # A bag of only padding has a count of zero and a gradient of zero.
         values = values / counts.clamp_(min=1)[samples, None]
     return {"weight": _rows(layer, samples, tokens.flatten(), values, len(dy))}
 

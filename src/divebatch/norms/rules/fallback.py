@@ -17,7 +17,7 @@ from divebatch.norms.registry import Entry
 
 
 class _Bare(nn.Module):
-    """A layer without its hooks, which saw or changed the output that `dy` does not belong to."""
+    """A layer without its hooks, since hooks may have changed the output and `dy` belongs to the original."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -28,9 +28,9 @@ class _Bare(nn.Module):
 
 
 def by_vmap(layer: nn.Module, inputs: dict[str, Any], dy: Tensor) -> Mapping[str, Tensor]:
-    """Run the layer again on each sample alone and differentiate; it must not mix samples nor be random.
+    """Run the layer again on each sample and differentiate; the layer must not mix samples or be random.
 
-    Arguments with as many rows as there are samples have one row a sample; samples share all others.
+    Arguments with as many rows as samples have one row per sample; samples share all others.
     """
     parameters = {name: p.detach() for name, p in layer.named_parameters(recurse=False) if p.requires_grad}
     dims = tree_map(lambda x: 0 if isinstance(x, Tensor) and x.ndim and len(x) == len(dy) else None, inputs)
@@ -67,7 +67,7 @@ NOT_BY_SAMPLES = (
     nn.ParameterDict,
     ParametrizationList,
 )
-"""Layers vmap cannot run sample by sample: fused kernels, or parameters that no forward of their own uses."""
+"""Layers that vmap cannot run for single samples: fused kernels, or parameters that no own forward uses."""
 
 FALLBACKS: dict[str, Entry] = {"vmap": Entry(by_vmap, None, all_inputs=True, never_for=NOT_BY_SAMPLES)}
-"""Measures of layers without a rule, by name. They state all parameters."""
+"""Rules for layers without their own rule, by name. They cover all parameters."""

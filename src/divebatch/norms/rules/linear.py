@@ -1,4 +1,4 @@
-"""Linear layers on inputs of any rank."""
+"""Linear layers on inputs with any number of dimensions."""
 
 from torch import Tensor, nn
 
@@ -8,7 +8,7 @@ from divebatch.norms.registry import require_batch, rule_for
 
 @rule_for(nn.Linear)
 def linear(layer: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Form]:
-    """Weight: sum over positions of dy_t x_t^T. Bias: sum over positions of dy_t."""
+    """Sum dy_t x_t^T over positions for the weight, and dy_t for the bias."""
     require_batch(layer, x, 2)
     if dy.ndim > 2:
         return {"bias": RowSums(dy), "weight": Outer(dy, x)}

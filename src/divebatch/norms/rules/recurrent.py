@@ -1,4 +1,4 @@
-"""RNN, LSTM, GRU and their cells: the recurrence runs again in the rule, step by step.
+"""RNN, LSTM, GRU and their cells, whose recurrence runs again in the rule, step by step.
 
 Each product with a weight is a Linear layer over the steps. Shapes: B samples, T steps; a tensor of one step is
 (B, 1, features).
@@ -18,7 +18,7 @@ from divebatch.norms.registry import require_batch, rule_for
 from divebatch.norms.rules.rerun import Rerun, gradients, product
 
 State = tuple[Tensor, ...]
-"""The hidden state, and an LSTM's cell state, of one step."""
+"""The hidden state of one step, and an LSTM's cell state."""
 CELL_PARAMETERS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
@@ -26,14 +26,14 @@ CELL_PARAMETERS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
 def lstm_step(by_input: Tensor, by_state: Tensor, state: State) -> State:
-    """Put input, forget and output gates around a cell state."""
+    """Apply input, forget and output gates to a cell state."""
     i, f, g, o = (by_input + by_state).chunk(4, -1)
     cell = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
     return o.sigmoid() * cell.tanh(), cell
 
 
 def gru_step(by_input: Tensor, by_state: Tensor, state: State) -> State:
-    """Apply reset and update gates. The reset gate acts on U h alone, whose gradient is therefore not that of W x."""
+    """Apply reset and update gates. The reset gate acts only on U h, so its gradient differs from that of W x."""
     (r, z, n), (r_state, z_state, n_state) = by_input.chunk(3, -1), by_state.chunk(3, -1)
     update = (z + z_state).sigmoid()
     new = (n + (r + r_state).sigmoid() * n_state).tanh()
@@ -48,17 +48,17 @@ STEPS: dict[str, Callable[[Tensor, Tensor, State], State]] = {
 }
 
 
-# What meets a weight
+# Products with a weight
 
 
 @dataclass(slots=True)
 class Trace:
-    """All products with one weight matrix: inputs and results."""
+    """All products with one weight matrix: their inputs and results."""
 
     layer: Any
     weight: str
     bias: str = ""
-    """Empty for none."""
+    """The name of the bias; empty for none."""
     xs: list[Tensor] = field(default_factory=list)
     ys: list[Tensor] = field(default_factory=list)
 
@@ -70,7 +70,7 @@ class Trace:
         return y
 
     def forms(self, dys: list[Tensor]) -> dict[str, Form]:
-        """Return forms, given the gradients of the results."""
+        """Return the forms, given the gradients of the results."""
         left = torch.cat(dys, 1)
         return {self.weight: Outer(left, torch.cat(self.xs, 1)), self.bias: Explicit(left.sum(1))}
 
@@ -90,7 +90,7 @@ def _forms(traces: list[Trace], result: Tensor, dy: Tensor) -> dict[str, Form]:
 @rule_for(nn.LSTM, parameters=lambda layer: layer._flat_weights_names, reruns=True)
 @rule_for(nn.GRU, parameters=lambda layer: layer._flat_weights_names, reruns=True)
 def recurrent(layer: Any, run: Rerun, dy: Tensor) -> dict[str, Form]:
-    """Measure any number of layers and directions; packed sequences too."""
+    """Measure a layer with any number of levels and directions, also for packed sequences."""
     if layer.dropout > 0 and layer.training and layer.num_layers > 1:
         raise CoverageError(
             f"{type(layer).__name__}(dropout={layer.dropout}) cannot be measured in train mode: what it drops is not "
@@ -109,7 +109,7 @@ def recurrent(layer: Any, run: Rerun, dy: Tensor) -> dict[str, Form]:
 
 
 def _batch_first(layer: Any, given: Tensor | PackedSequence) -> tuple[Tensor, Tensor | None]:
-    """Return the input (B, T, I), and a mask (B, T, 1) of the steps of sequences of different lengths."""
+    """Return the input (B, T, I), and a mask (B, T, 1) of the steps if sequences differ in length."""
     if isinstance(given, PackedSequence):
         x, lengths = _padded(given)
         return x, (torch.arange(x.shape[1]) < lengths[:, None])[:, :, None].to(x.device)
@@ -151,7 +151,7 @@ def _unrolled(
 def _sweep(
     layer: Any, suffix: str, x: Tensor, state: State, is_open: Tensor | None
 ) -> tuple[list[Trace], Tensor, State]:
-    """Run one layer in one direction over all steps: its products, all hidden states, and the last state."""
+    """Run one layer in one direction over all steps; return its products, all hidden states, and the last state."""
     traces = [Trace(layer, f"weight_{kind}{suffix}", f"bias_{kind}{suffix}") for kind in ("ih", "hh")]
     if layer.proj_size:
         traces.append(Trace(layer, f"weight_hr{suffix}"))
@@ -161,7 +161,7 @@ def _sweep(
     for t in reversed(steps) if suffix.endswith("_reverse") else steps:
         hidden, *cell = STEPS[layer.mode](by_input[t], traces[1].product(state[0]), state)
         new = (traces[2].product(hidden) if layer.proj_size else hidden, *cell)
-        if is_open is not None:  # a closed step leaves the state as it is
+        if is_open is not None:  # a masked step does not change the state
             new = tuple(torch.where(is_open[:, t : t + 1], *pair) for pair in zip(new, state, strict=True))
         state, hiddens[t] = new, new[0]
     return traces, torch.cat([hiddens[t] for t in steps], 1), state
@@ -174,7 +174,7 @@ def _sweep(
 @rule_for(nn.LSTMCell, parameters=CELL_PARAMETERS, reruns=True)
 @rule_for(nn.GRUCell, parameters=CELL_PARAMETERS, reruns=True)
 def recurrent_cell(layer: Any, run: Rerun, dy: Tensor) -> dict[str, Form]:
-    """Measure one step; the calls of a pass add up like those of any layer."""
+    """Measure one step of a cell; several calls in a pass add up, as for any layer."""
     x, hx = run.arguments["input"], run.arguments.get("hx")
     require_batch(layer, x, 2)
     mode = f"RNN_{layer.nonlinearity.upper()}" if isinstance(layer, nn.RNNCell) else type(layer).__name__[:-4].upper()
@@ -184,6 +184,6 @@ def recurrent_cell(layer: Any, run: Rerun, dy: Tensor) -> dict[str, Form]:
         start = tuple(part[:, None] for part in state)
         results = STEPS[mode](by_input.product(x[:, None]), by_state.product(start[0]), start)
         if len(results) == 2 and run.output == 0 and not x.is_cuda:
-            # On a CPU, torch makes h from c: the gradient that c gets itself has the part that comes through h.
+            # On a CPU, torch makes h from c: the gradient of c already includes the part through h.
             results[1].register_hook(torch.zeros_like)
         return _forms([by_input, by_state], results[run.output], dy[:, None])

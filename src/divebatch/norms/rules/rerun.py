@@ -1,7 +1,7 @@
-"""Layers that run again inside their rule, since their products with weights happen where no hook reaches.
+"""Layers that run again inside their rule, because no hook sees their products with weights.
 
-The second run keeps the result of each such product; autograd leads from the layer's output back to those results, and
-from there each product is a Linear layer like any other.
+The second run keeps the result of each such product. Autograd leads from the layer's output to these results, and each
+product is then treated like a Linear layer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,17 +16,17 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The circumstances of a call that decide its result beside the inputs."""
+    """The circumstances of a call that affect its result besides the inputs."""
 
     device: torch.device
     autocast_dtype: torch.dtype | None
-    """None where autocast was off."""
+    """The type of autocast; None if autocast was off."""
     random_state: Tensor | None
-    """None where the layer draws no random numbers."""
+    """The random state; None if the layer draws no random numbers."""
 
     @classmethod
     def of(cls, layer: nn.Module) -> "Surroundings":
-        """Record those of a call that comes now."""
+        """Record the current circumstances, before a call."""
         device, state = next(layer.parameters()).device, None
         is_cast = torch.is_autocast_enabled(device.type)
         if layer.training and getattr(layer, "dropout", 0.0) > 0:
@@ -35,7 +35,7 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Make the layer compute inside as it did then, recorded by autograd."""
+        """Restore the recorded circumstances in this context, with autograd enabled."""
         on_gpu, state = self.device.type == "cuda", self.random_state
         autocast = torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
         own_draws = nullcontext() if state is None else torch.random.fork_rng([self.device] if on_gpu else [])
@@ -48,12 +48,12 @@ class Surroundings:
 
 
 class Rerun(NamedTuple):
-    """A call that is to run again, given to a rule in the place of `x`."""
+    """A call that is to run again, given to a rule instead of `x`."""
 
     arguments: dict[str, Any]
     """Arguments of `forward`, by name."""
     output: int
-    """The number of the result, among `results`, that `dy` is the gradient of."""
+    """The index in `results` of the result that `dy` is the gradient of."""
     surroundings: Surroundings
 
 
@@ -65,11 +65,11 @@ def results(output: Any) -> list[Tensor]:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias, to differentiate with respect to it; the weights themselves are constants."""
+    """Return x weight^T + bias, ready to be differentiated; the weights are constants."""
     y = functional.linear(x, weight.detach(), None if bias is None else bias.detach())
     return y if y.requires_grad else y.requires_grad_()
 
 
 def gradients(result: Tensor, dy: Tensor, inner: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the loss's gradients with respect to each of `inner`, given the gradient `dy` of one of the results."""
+    """Return the loss's gradients with respect to each of `inner`, given the gradient `dy` of one result."""
     return torch.autograd.grad(result, inner, dy.to(result.dtype), allow_unused=True, materialize_grads=True)

@@ -1,7 +1,7 @@
-"""Parameters that samples share by broadcasting, and that no layer of their own holds: class tokens, learned positions.
+"""Parameters that samples share by broadcasting, outside any layer of their own: class tokens, learned positions.
 
-While they are measured, their module finds in their place a view with one row a sample. The module computes the same,
-and the gradient of the view has each sample's own gradient in its row.
+While these parameters are measured, a view with one row per sample replaces each of them in its module. The module
+computes the same, and each row of the view's gradient is one sample's own gradient.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,15 +17,15 @@ from divebatch.norms.sharded import is_sharded
 
 
 def shared_by_samples(kind: type[nn.Module], *names: str) -> None:
-    """Register a rule for parameters of a module that all samples share: a class token, learned positions.
+    """Register a rule for a module's parameters that all samples share: a class token, learned positions.
 
-    For parameters whose first dimension is 1 and stands for the batch, as in `self.cls_token.expand(len(x), -1, -1)`
-    or `x + self.pos_embed`. While they are measured, that dimension is as long as the batch. Any use but broadcasting
-    is an error in the first measured pass, such as a sum over the parameter, or a row taken out of it.
+    The first dimension of such a parameter is 1 and represents the batch, as in `self.cls_token.expand(len(x), -1, -1)`
+    or `x + self.pos_embed`. During measurement that dimension is as long as the batch. Any other use than broadcasting
+    raises an error in the first measured pass, such as a sum over the parameter, or a row taken out of it.
 
     Args:
-        kind: the type of the module that holds them; subclasses do not inherit the rule.
-        names: the parameters' names in that module: `shared_by_samples(ViT, "cls_token", "pos_embed")`.
+        kind: The type of the module that holds the parameters; subclasses do not inherit the rule.
+        names: The parameters' names in that module: `shared_by_samples(ViT, "cls_token", "pos_embed")`.
     """
     if not names:
         raise ArgumentError(f"which parameters of {kind.__name__}? Pass their names: 'cls_token', 'pos_embed'")
@@ -33,16 +33,16 @@ def shared_by_samples(kind: type[nn.Module], *names: str) -> None:
 
 
 def _rows(_: nn.Module, name: str, dy: Tensor) -> Mapping[str, Tensor]:
-    """Return the gradient of the view, with the parameter's own first dimension put back in."""
+    """Return the gradient of the view, with the parameter's own first dimension restored."""
     return {name: dy.unsqueeze(1)}
 
 
 class Rows:
-    """Puts views with one row a sample in the place of a module's parameters while its forward runs.
+    """A hook that replaces a module's parameters by views with one row per sample while its forward runs.
 
     Args:
-        layer: the module, whose rule is `shared_by_samples`.
-        on_rows: receives each parameter's name and its view.
+        layer: The module, whose rule is `shared_by_samples`.
+        on_rows: A function that receives each parameter's name and its view.
     """
 
     def __init__(self, layer: CoveredLayer, on_rows: Callable[[str, Tensor], None]) -> None:
@@ -64,7 +64,7 @@ class Rows:
             if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
                 rows = parameter.expand(len(first), *parameter.shape[1:])
                 self._on_rows(name, rows)
-                # A module looks here before it looks among its parameters, and saves only those.
+                # A module looks here before its parameters, and saves only its parameters.
                 module.__dict__[name] = rows
 
     def take_out(self, module: nn.Module, *_: Any) -> None:
@@ -72,7 +72,7 @@ class Rows:
             module.__dict__.pop(name, None)
 
     def require_own_rows(self, name: str, dy: Tensor | None) -> None:
-        """Raise where the view was not used row by row: then the rows are not the samples'."""
+        """Raise if the view was not used row by row, since its rows are then not the samples'."""
         if dy is None or len(dy) < 2 or not dy.any():
             return
         used = dy.flatten(1).any(1)

@@ -1,8 +1,8 @@
-"""Norms by hand-written GPU kernels, and the conditions under which they apply.
+"""Norms by hand-written GPU kernels, and the conditions for their use.
 
-The plain path stays, and they are tested against it. They are used on NVIDIA GPUs with tensor cores for bfloat16, if
-Triton is installed (it comes with torch for GPUs): for sketches in any type but float64, for exact norms in 16-bit
-types, and in float32 if products may be rounded to TF32. DIVEBATCH_TRITON=0 in the environment switches them off.
+The kernels are tested against the plain path. They run on NVIDIA GPUs with bfloat16 tensor cores, if Triton is
+installed (torch for GPUs includes it): for sketches in any type but float64, for exact norms in 16-bit types, and in
+float32 if products may be rounded to TF32. DIVEBATCH_TRITON=0 in the environment disables them.
 """
 
 import itertools
@@ -19,24 +19,24 @@ from torch import Tensor, nn
 from divebatch.norms.sketch import Estimate, random_seeds
 
 C_COMPILERS = (os.environ.get("CC", "cc"), "gcc", "clang")
-"""Triton builds its launchers with one."""
+"""C compilers with which Triton may build its launchers."""
 AVAILABLE = find_spec("triton") is not None and torch.version.hip is None and any(map(which, C_COMPILERS))
-# Of the process: which kernels run is a matter of the machine, set by its environment and switched off by benchmarks.
+# Of the process: the use of kernels depends on the machine; its environment sets it, and benchmarks switch it off.
 ENABLED = AVAILABLE and os.environ.get("DIVEBATCH_TRITON") != "0"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_KERNEL_ENTRIES = 64
-"""Most entries of a convolution's kernel: a sketch holds all of them in registers."""
+"""The most entries of a convolution's kernel: a sketch holds all of them in registers."""
 MOST_SAMPLES = 65_535
-"""One row of programs a sample; CUDA has no more rows."""
+"""The most samples: each needs one row of programs, and CUDA has no more rows."""
 MOST_ENTRIES = 2**31
-"""Most entries between the first and the last one of a sample: the kernels count them in 32 bits."""
+"""The most entries between the first and the last one of a sample: the kernels count them in 32 bits."""
 LEAST_CAPABILITY = (8, 0)
-"""Least compute capability of an NVIDIA GPU: the first with products of bfloat16 on tensor cores."""
+"""The lowest compute capability of an NVIDIA GPU: the first with products of bfloat16 on tensor cores."""
 
 
 @contextmanager
 def switched(on: bool) -> Iterator[None]:
-    """Use the kernels inside where they apply, or not at all, whatever the environment says."""
+    """Enable or disable the kernels in this context, whatever the environment says."""
     global ENABLED
     before, ENABLED = ENABLED, AVAILABLE and on
     try:
@@ -46,14 +46,14 @@ def switched(on: bool) -> Iterator[None]:
 
 
 def applies(left: Tensor, right: Tensor) -> bool:
-    """Tell whether the kernels can sketch gradients of `left` with inputs `right`, in the lower type of both."""
+    """Return whether the kernels can sketch gradients of `left` with inputs `right`, in the lower type of both."""
     if not ENABLED or not left.is_cuda or not all(_is_within_reach(tensor) for tensor in (left, right)):
         return False
     return bool(_is_capable(left.device.index))
 
 
 def _is_within_reach(tensor: Tensor) -> bool:
-    """Tell whether a kernel may read a tensor: not through torch.func or DTensor, and not beyond its numbers."""
+    """Return whether a kernel can read a tensor: not under torch.func, no DTensor, and within the kernels' limits."""
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     if not torch.compiler.is_compiling() and (type(tensor) not in (Tensor, nn.Parameter) or is_wrapped(tensor)):
         return False
@@ -61,9 +61,9 @@ def _is_within_reach(tensor: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> int:
-    """Count entries between the first and the last of a sample; in a compiler those of all samples, which is no less.
+    """Count the entries between the first and last of a sample; in a compiler those of all samples, as an upper bound.
 
-    Asked for a gradient's strides, a compiler copies every gradient, to be sure of them.
+    If asked for a gradient's strides, a compiler copies every gradient to fix its strides.
     """
     if torch.compiler.is_compiling():
         return tensor.numel()
@@ -75,24 +75,24 @@ def _is_capable(device_index: int | None) -> bool:
 
 
 def prepare_for_compiler() -> None:
-    """Tell the compiler that a device's capability never changes; this loads the compiler, a second."""
+    """Declare to the compiler that a device's capability never changes; loading the compiler takes a second."""
     torch.compiler.assume_constant_result(_is_capable)
 
 
 def applies_exactly(left: Tensor, right: Tensor) -> bool:
-    """Tell whether the kernels can take exact norms: in float32 tensor cores would round what must be exact."""
+    """Return whether the kernels can compute exact norms; in float32 tensor cores would round them."""
     return min(left.dtype.itemsize, right.dtype.itemsize) == 2 and applies(left, right)
 
 
 def may_apply(left: Tensor, right: Tensor) -> bool:
-    """Tell whether they may take exact norms in float32, since the user lets torch round products to TF32."""
+    """Return whether the kernels may compute exact norms in float32, since torch may round products to TF32."""
     return left.dtype == right.dtype == torch.float32 and applies(left, right) and _may_round()
 
 
 def _may_round() -> bool:
     try:
         return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # set by torch's newer switch, after which the older one cannot be read
+    except RuntimeError:  # torch's newer switch makes the older one unreadable
         return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
@@ -114,7 +114,7 @@ def conv2d_sq_norms(left: Tensor, right: Tensor, *geometry: Sequence[int], with_
 def conv2d_sketch(
     left: Tensor, right: Tensor, *geometry: Sequence[int], seed: Tensor | None = None, with_bias: bool = False
 ) -> Estimate:
-    """Estimate the same, with signs by `seed` (one int64 on the device) or by one of our own."""
+    """Estimate these squared norms, with signs from `seed` (one int64 on the device) or from our own seed."""
     from divebatch.norms.triton import kernels
 
     seed = random_seeds(1, left.device) if seed is None else seed
@@ -137,22 +137,22 @@ def channel_sums(x: Tensor, dy: Tensor, mean: Tensor, inverse_std: Tensor) -> tu
 
 
 def outer_sq_norms(left: Tensor, right: Tensor, *, with_bias: bool = False) -> Tensor:
-    """Return ||sum_t left_t right_t^T||^2, (B,), exact, of left (B, T, P) and right (B, T, C).
+    """Return exact ||sum_t left_t right_t^T||^2, (B,), for left (B, T, P) and right (B, T, C).
 
-    With a bias ||sum_t left_t||^2 is in it: a bias is the weight of one more input, which is always one.
+    With a bias the result includes ||sum_t left_t||^2, since a bias is the weight of an additional input of one.
     """
     return conv2d_sq_norms(_as_image(left), _as_image(right), *ONE_ENTRY, with_bias=with_bias)
 
 
 def outer_sketch(left: Tensor, right: Tensor, *, seed: Tensor | None = None, with_bias: bool = False) -> Estimate:
-    """Estimate the same."""
+    """Estimate ||sum_t left_t right_t^T||^2, (B,), with random signs."""
     return conv2d_sketch(_as_image(left), _as_image(right), *ONE_ENTRY, seed=seed, with_bias=with_bias)
 
 
 ONE_ENTRY = ((1, 1), (1, 1), (0, 0), (1, 1))
-"""Geometry of a convolution that is a linear layer on every position."""
+"""The geometry of a convolution that is a linear layer at every position."""
 
 
 def _as_image(x: Tensor) -> Tensor:
-    """(B, T, C) -> (B, C, T, 1): a view."""
+    """Return a view (B, C, T, 1) of (B, T, C)."""
     return x.mT[..., None]

@@ -1,9 +1,9 @@
-"""Norms by Triton kernels that keep in registers what the plain path (`Patches`, `Outer`) writes and reads again.
+"""Triton kernels for norms, which keep in registers what the plain path (`Patches`, `Outer`) writes and reads again.
 
-A sketch takes two of them: output gradient and input are read once each, nothing is copied. An exact norm takes one:
-each tile of a sample's weight gradient, or of its Gram form, is squared where it was added up. Shapes: B samples, P
-output channels, T output positions, C input channels, L input positions, K kernel entries, D = K * C.
-A linear layer is a convolution of one column with one kernel entry.
+A sketch takes two kernels: output gradient and input are each read once, without copies. An exact norm takes one
+kernel: each tile of a sample's weight gradient, or of its Gram form, is squared where it was summed. Shapes: B samples,
+P output channels, T output positions, C input channels, L input positions, K kernel entries, D = K * C. A linear layer
+is a convolution of one column with one kernel entry.
 """
 
 from collections.abc import Callable
@@ -18,21 +18,21 @@ from torch.library import triton_op, wrap_triton
 from divebatch.norms.triton import MOST_KERNEL_ENTRIES
 
 ROWS_PER_DOT = 16
-"""The least rows of a product on tensor cores; kernel entries are rounded up to a power of two of at least it."""
+"""The fewest rows of a product on tensor cores; kernel entries are rounded up to a power of two, at least this one."""
 
 SHARED_BYTES = 96 * 1024
-"""Bytes of shared memory that a program may have on GPUs without much of it."""
+"""The shared memory of a program on GPUs that have little, in bytes."""
 
 ENOUGH_PROGRAMS = 128
-"""Work is cut finer where it would keep fewer programs busy than this: about one for each of a GPU's processors."""
+"""The number of programs below which work is cut finer: about one for each of a GPU's processors."""
 
 ENTRIES_PER_PROGRAM = 8192
-"""Entries of the tensors a program reads once that it has in its registers at a time."""
+"""The number of entries that a program holds in registers at a time, of tensors that it reads once."""
 
 
 @triton.jit
 def _project(left, z, seed, P, T, stride_n, stride_p, stride_t, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr):
-    """z[n, half, t] = sum of sign[n, p] * left[n, p, t] over the channels p of that half."""
+    """Compute z[n, half, t], the sum of sign[n, p] * left[n, p, t] over the channels p of that half."""
     n = tl.program_id(0).to(tl.int64)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     first = tl.zeros([BLOCK_T], tl.float32)
@@ -61,9 +61,9 @@ def _square(
     SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
     K: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """u[half, k, c] = sum over l of z[half, l shifted by k] * right[c, l]; of it ||u||^2 and u[0] . u[1].
+    """Compute u[half, k, c], the sum over l of z[half, l shifted by k] * right[c, l], and ||u||^2 and u[0] . u[1].
 
-    A bias is the weight of one more channel, always one: its u is the sum of z.
+    A bias is the weight of an additional channel of ones: its u is the sum of z.
     """
     n = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -109,7 +109,7 @@ def _square_gradient(
     K: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Add up the squares of one tile of one sample's gradient. One sample's tiles run together: they share reads."""
+    """Add up the squares of one tile of one sample's gradient. One sample's tiles run together, so they share reads."""
     n = tl.program_id(1).to(tl.int64)
     blocks_p = tl.cdiv(P, BLOCK_P)
     d = (tl.program_id(0) // blocks_p) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -189,7 +189,7 @@ def _channel_sums(
     x, dy, mean, inverse_std, sums, T, C, x_n, x_c, x_t, dy_n, dy_c, dy_t, mean_n, mean_c,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """sums[n, 0, c] = sum over t of dy * (x - mean) * inverse_std, and sums[n, 1, c] = sum over t of dy."""
+    """Sum dy * (x - mean) * inverse_std over t into sums[n, 0, c], and dy into sums[n, 1, c]."""
     n = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     products = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
@@ -210,22 +210,22 @@ def _channel_sums(
 
 
 Launch = Callable[[Any], Any]
-"""A wrapper of kernels: `wrap_triton` inside a compiler, which shows it the kernel; nothing outside."""
+"""A wrapper of kernels: `wrap_triton` inside a compiler, which then sees the kernel; otherwise the identity."""
 
 
 @triton_op("divebatch::sq_norms", mutates_args={})
 def traced_sq_norms(left: Tensor, right: Tensor, geometry: list[int], with_bias: bool) -> Tensor:
-    """`sq_norms` for a compiler."""
+    """Compute `sq_norms` inside a compiler."""
     return sq_norms(left, right, geometry, with_bias, launch=wrap_triton)
 
 
 def sq_norms(
     left: Tensor, right: Tensor, geometry: list[int], with_bias: bool, *, launch: Launch = lambda jitted: jitted
 ) -> Tensor:
-    """Return each sample's squared norm of the weight gradient, (B,), in float32, by the quicker of two ways.
+    """Return each sample's squared norm of the weight gradient, (B,), in float32, by the faster of two ways.
 
-    With a bias, the squared norm of its gradient is in it. `geometry`: kernel size, stride, zeros before each
-    dimension and dilation, two numbers each.
+    With a bias, the result includes the squared norm of its gradient. `geometry`: kernel size, stride, zeros before
+    each dimension and dilation, two numbers each.
     """
     flat, channels, entries = left.flatten(2), right.shape[1], geometry[0] * geometry[1]
     num_samples, rows, positions = flat.shape
@@ -241,10 +241,10 @@ def sq_norms(
 
 
 def _is_quicker_by_gram(rows: int, columns: int, positions: int) -> bool:
-    """Tell whether the Gram form is quicker than the gradient.
+    """Return whether the Gram form is faster than the gradient.
 
-    Half of its tiles are needed, those of the diagonal in full; the gradient has 2 * rows * columns by that count. At
-    equal counts the Gram form is quicker, its tiles being read by one program only: on an H200 up to about 2.5.
+    Half of its tiles are needed, but all of each diagonal tile; the gradient then counts as 2 * rows * columns. At
+    equal counts the Gram form is faster, since only one program reads each tile: on an H200 up to a ratio of about 2.5.
     """
     return (positions + _block(positions, 64)) * (rows + columns) < 2.5 * rows * columns
 
@@ -266,7 +266,7 @@ def _gradient_blocks(rows: int, channels: int, entries: int, positions: int, ent
 
 @triton_op("divebatch::sketch", mutates_args={})
 def traced_sketch(left: Tensor, right: Tensor, seed: Tensor, geometry: list[int], with_bias: bool) -> Tensor:
-    """`sketch` for a compiler."""
+    """Compute `sketch` inside a compiler."""
     return sketch(left, right, seed, geometry, with_bias, launch=wrap_triton)
 
 
@@ -297,7 +297,7 @@ def sketch(
 
 
 def projected(flat: Tensor, seed: Tensor, *, launch: Launch = lambda jitted: jitted) -> Tensor:
-    """Add up the rows of (B, P, T) with random signs, each in one of two halves: (B, 2, T), float32."""
+    """Add up the rows of (B, P, T) with random signs, each row in one of two halves: (B, 2, T), float32."""
     num_samples, rows, positions = flat.shape
     block_p = _block(rows, 256)
     block_t = _block(positions, ENTRIES_PER_PROGRAM // block_p)
@@ -312,8 +312,8 @@ def projected(flat: Tensor, seed: Tensor, *, launch: Launch = lambda jitted: jit
 def channel_sums(x: Tensor, dy: Tensor, mean: Tensor, inverse_std: Tensor) -> Tensor:
     """Sum dy * (x - mean) * inverse_std, and dy, over positions: (B, 2, C), float32.
 
-    x and dy (B, C, *positions); mean and inverse_std (C,), or (B, C) where each sample has its own. Not for compilers,
-    which have no need of it.
+    x and dy are (B, C, *positions); mean and inverse_std are (C,), or (B, C) if samples have their own. This function
+    is not for compilers, which do not need it.
     """
     flat_x, flat_dy = x.flatten(2), dy.flatten(2)
     num_samples, channels, positions = flat_x.shape
@@ -329,16 +329,16 @@ def channel_sums(x: Tensor, dy: Tensor, mean: Tensor, inverse_std: Tensor) -> Te
 
 
 def _constants(left: Tensor, right: Tensor, geometry: list[int]) -> tuple[int, ...]:
-    """List sizes and geometry as the kernels take them: all but the heights are constants, which divide at no cost.
+    """Return sizes and geometry in the kernels' order: all but the heights are constants, which divide at no cost.
 
-    The height of a linear layer's input is a sequence's length, and texts come in many.
+    The height of a linear layer's input is the length of a sequence, which varies.
     """
     (height, width), (out_height, out_width) = right.shape[2:], left.shape[2:]
     return height, out_height, width, out_width, *geometry[1:]
 
 
 def _stages(num_bytes: int) -> int:
-    """Return the steps of a loop that may have that many bytes in shared memory at once, on any GPU."""
+    """Return the number of pipeline stages whose bytes fit into shared memory on any GPU."""
     return max(1, min(3, SHARED_BYTES // num_bytes))
 
 

@@ -1,4 +1,4 @@
-"""The sketch of all gradients of a step by one Triton kernel, which reads each of them once."""
+"""The sketch of all gradients of a step by one Triton kernel, which reads each gradient once."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-"""Numbers of the sketch that a program adds up."""
+"""The number of sketch entries that a program computes."""
 PROGRAMS = 1024
-"""Lines are dealt out to so many programs: several for each of a GPU's processors."""
+"""The number of programs that share the lines: several for each of a GPU's processors."""
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -19,9 +19,9 @@ def _sketch(
     gradients, moments, factors, layout, draws, table, sums, squares, num_lines, size, unscale, scale,
     GRADIENT: tl.constexpr, MOMENT: tl.constexpr, IS_DIVIDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """sums[part, bucket] over the lines of a part, and the sum of squares of what this program has read.
+    """Compute sums[part, bucket] over the lines of a part, and the sum of squares of this program's entries.
 
-    A program owns its buckets, so that nothing is added atomically and a sketch comes out the same each time.
+    Each program has its own buckets, so there are no atomic additions, and sketches are reproducible.
     """
     bucket = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -66,13 +66,13 @@ def sketch(
 
     Args:
         gradients: The addresses of K gradients, contiguous and of one type.
-        moments: The addresses of their second moments; None if nothing divides.
-        factors: (K, 3): how much of the moment a step keeps, its correction, and eps; None if nothing divides.
-        layout: (L, 3), for each line: which gradient it is of, the number of the gradient's entry at the line's first
-            place (below 0 if the gradient begins within the line), and how many entries the gradient has.
+        moments: The addresses of their second moments. None: there is no division.
+        factors: (K, 3): the fraction of the moment that a step keeps, its correction, and eps. None: no division.
+        layout: (L, 3), for each line: the number of its gradient, the number of the gradient's entry at the line's
+            first place (negative if the gradient begins within the line), and the number of entries of the gradient.
         draws: (L, 3), for each line: rotation, place in the table of signs, own sign.
-        types: Those of gradients and moments.
-        unscale: Multiplies gradients before they are divided; `scale` multiplies what comes out.
+        types: The types of gradients and moments.
+        unscale: The factor of gradients before the division; `scale` is the factor of the result.
     """
     blocks, num_lines = triton.cdiv(size, BLOCK), len(layout)
     parts = max(1, min(num_lines, PROGRAMS // blocks))
