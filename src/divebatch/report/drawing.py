@@ -347,7 +347,7 @@ def draw_panels(
     caption: str,
     panel_size: tuple[float, float],
 ) -> Drawing:
-    """Draw panels from left to right with one legend; `heading` goes into the figure, `title` and `caption` beside it."""
+    """Draw panels in a row with one legend; `heading` goes into the figure, `title` and `caption` beside it."""
     from matplotlib.figure import Figure
 
     with styled():
