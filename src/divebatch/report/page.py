@@ -196,7 +196,7 @@ def _section(experiment: RecordedExperiment, stem: str, looks: Mapping[str, Look
 
 
 def _most_interesting(analysis: Analysis, first: Sequence[str | None]) -> list[str]:
-    """Return the methods to show if there is no room for all: the required ones, then those with the best final values."""
+    """Return the methods to show if there is no room for all: first the required ones, then the best ones."""
     sign = -1 if analysis.metric.higher_is_better else 1
     finals = {result.method: result.final_mean(analysis.metric.name) for result in analysis.methods}
     ranked = sorted(finals, key=lambda method: sign * value if (value := finals[method]) is not None else math.inf)

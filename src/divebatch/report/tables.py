@@ -54,7 +54,7 @@ class Table:
         return "\n".join([lines[0], "|" + " --- |" * len(self.columns), *lines[1:], "", *notes]).strip()
 
     def to_text(self) -> list[str]:
-        """Return lines for a terminal; the first, second and last columns are left-aligned, all others right-aligned."""
+        """Return aligned lines for a terminal, with the first, second and last columns left and numbers right."""
         cells = [self.columns, *self.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         left = {0, 1, len(widths) - 1}
