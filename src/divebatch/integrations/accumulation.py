@@ -42,9 +42,9 @@ class InMultiples(Around):
 class PassCount(int):
     """A step's number of passes, for frameworks that find the ends of steps by a remainder.
 
-    Lightning and the Hugging Face Trainer count the passes of an epoch and end a step if `count % passes` is 0, which
-    is right only if all steps of the epoch have equal numbers of passes. Modulo this number, the count starts at the
-    first pass of the current step, so that the remainder is 0 when the step begins and ends. In all other ways, and in
+    Lightning and the Hugging Face Trainer count the passes of an epoch and end a step if `count % passes` is 0. This
+    test is right only if all steps of the epoch have equal numbers of passes. Modulo this number, the count starts at
+    the first pass of the current step, so the remainder is 0 when the step begins and ends. In all other ways, and in
     checkpoints, this is a plain number.
 
     >>> passes = PassCount(4, before=3)  # three passes came before this step, which has four

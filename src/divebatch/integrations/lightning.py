@@ -389,10 +389,10 @@ class NoiseScaleCallback(LightningCallback):  # type: ignore[misc]
     `noise_scale_low` and `noise_scale_high`, all in samples. `noise_scale` is left out if it is unknown, and
     `noise_scale_high` if the interval has no upper end (see `NoiseMeter`). `readings` has all readings.
 
-    Without `batch_size`, the samples of a step are counted: the first dimension of a batch's first tensor, summed over
-    the passes of a step, times the number of processes, which are assumed to have equal shares. A reading has the size
-    of most of its steps, so an epoch's short last step does not matter. If the size changes for good, as with a
-    `BatchSizeCallback`, the earlier steps are dropped and a new reading begins.
+    Without `batch_size`, the samples of a step are counted by the first dimension of each batch's first tensor. Their
+    sum over the passes of a step is multiplied by the number of processes, which must have equal shares. A reading has
+    the size of most of its steps, so an epoch's short last step does not matter. If the size changes for good, as with
+    a `BatchSizeCallback`, the earlier steps are dropped and a new reading begins.
 
     Args:
         every_steps: Number of optimizer steps between two readings.
@@ -472,7 +472,7 @@ def _num_samples(batch: Any) -> int:
     tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim)
     if (first := next(tensors, None)) is None:
         raise ArgumentError(
-            f"a batch of type {type(batch).__name__} contains no tensor to count samples by: pass "
+            f"a batch of type {type(batch).__name__} shows no tensor to count samples by: pass "
             f"NoiseScaleCallback(batch_size=...), the samples of an optimizer step"
         )
     return len(first)

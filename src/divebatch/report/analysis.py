@@ -208,7 +208,7 @@ class MethodResult:
     label: str
     """The method in words, for legends."""
     trials: tuple[RecordedRun, ...]
-    """All trials, also those that have not finished."""
+    """All trials, finished or not."""
     runs: tuple[RecordedRun, ...]
     """The trials that count."""
     num_finished: int

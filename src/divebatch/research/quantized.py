@@ -144,7 +144,7 @@ class QuantizedGradients:
     def attach(self, model: nn.Module) -> Self:
         """Round the gradients of `model` from the next backward pass until `close` or the end of a with block."""
         if self._endings:
-            raise UsageError("these QuantizedGradients are already attached to a model: make new ones for each")
+            raise UsageError("these QuantizedGradients are attached to a model already: make new ones for each")
         streams = _streams_of(model)
         if isinstance(model, DistributedDataParallel):
             self._group, self._rank = model.process_group, dist.get_rank(model.process_group)
