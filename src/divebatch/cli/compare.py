@@ -1,4 +1,4 @@
-"""`divebatch compare DIR METHOD_A METHOD_B`."""
+"""The command `divebatch compare DIR METHOD_A METHOD_B`."""
 
 from pathlib import Path
 from typing import Annotated

@@ -146,7 +146,7 @@ class Gain:
     result: MethodResult
     baseline: MethodResult
     roles: tuple[str, ...]
-    """`BEST`, `CUSTOMARY` or both."""
+    """The roles of the fixed batch: `BEST`, `CUSTOMARY` or both."""
     num_seeds: int
     metric: Difference | None
     """Difference in points or the metric's unit, positive if the adaptive method is better. None: a run diverged."""

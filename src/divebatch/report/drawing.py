@@ -99,7 +99,7 @@ def other_looks(taken: str) -> list[Look]:
 # The contents of figures, for the page and for matplotlib
 
 AXES = {"epochs": "Epoch", "steps": "Optimizer steps", "samples": "Samples", "seconds": "Training time (s)"}
-"""Horizontal axes, each with its label."""
+"""Labels of the horizontal axes by name."""
 EARLY = 0.2
 """Fraction of epochs at the start that a linear axis need not show."""
 

@@ -1,8 +1,8 @@
 """Score batch-size policies against the frontier: the best losses of fixed batches with tuned rates.
 
 A method's ratio is its steps over the frontier's steps for the same loss. The frontier is the lower envelope of the
-fixed sizes in (log2 of steps, loss), with straight lines between them. Only the part from the knee on is used. In the flat
-part, an octave of steps changes the loss less than chance does, so a ratio would mean nothing.
+fixed sizes in (log2 of steps, loss), with straight lines between them. Only the part from the knee on is used. In the
+flat part, an octave of steps changes the loss less than chance does, so a ratio would mean nothing.
 """
 
 import csv

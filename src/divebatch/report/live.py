@@ -19,7 +19,7 @@ class Standing:
 
     run: RecordedRun
     state: str
-    """One of `STATES`."""
+    """The run's state, one of `STATES`."""
     silent_seconds: float
     """Seconds since the records last changed."""
 
@@ -106,5 +106,5 @@ def _state(run: RecordedRun, silent: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace control characters, which a terminal would obey."""
+    """Replace control characters, which a terminal would execute."""
     return "".join(character if character.isprintable() else "?" for character in text)

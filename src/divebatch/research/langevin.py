@@ -26,8 +26,8 @@ class LangevinNoise:
 
     The noise is on the weights, not on the gradients, so estimators that look at one step at a time (`split`,
     `per-sample`, `ranks`, `oracle`) see only the data. `moments` compares gradients of successive steps, between which
-    the noise moves the weights. Let v = 2 * lr * temperature * tr(H^2), with batch size b and Hessian H. To first order,
-    tr(Sigma) is then too large by b * v if `moments` compares pairs. If momentum m lets `moments` extrapolate,
+    the noise moves the weights. Let v = 2 * lr * temperature * tr(H^2), with batch size b and Hessian H. To first
+    order, tr(Sigma) is too large by b * v if `moments` compares pairs. If momentum m lets `moments` extrapolate,
     tr(Sigma) is too small by (1 / m - 1) * b * v. `trajectory` sums gradients along the path, which the noise makes
     longer.
 
