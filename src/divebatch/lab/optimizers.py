@@ -41,7 +41,7 @@ class Sgd(OptimizerSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW(OptimizerSettings):
-    """The settings of torch.optim.AdamW. `decay_vectors`: whether biases and norm layers' scales decay too, as in torch."""
+    """The settings of torch.optim.AdamW. `decay_vectors`: whether vectors such as biases decay too, as in torch."""
 
     takes_adam_coupling = True
 
