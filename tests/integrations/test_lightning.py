@@ -248,7 +248,7 @@ def test_a_checkpoint_without_our_state_is_refused(max_steps, tmp_path):
 
 def test_a_callback_serves_one_fit():
     run = Run(Fixed(), epochs=1).fit()
-    with pytest.raises(UsageError, match="has been through a fit already"):
+    with pytest.raises(UsageError, match="was already used in a fit"):
         run.fit()
 
 

@@ -274,5 +274,5 @@ def test_loaders_that_cannot_deliver_passes_are_refused():
     with pytest.raises(ArgumentError, match="batch_size=12 is no multiple of delivery_size=5"):
         fit(Gpt2(), uneven, BatchSizeCallback(uneven, Fixed()), max_epochs=1)
     stream = AdaptiveLoader(Endless(), 12)
-    with pytest.raises(ArgumentError, match="this stream's is not: pass AdaptiveLoader"):
+    with pytest.raises(ArgumentError, match="which this stream lacks: pass AdaptiveLoader"):
         fit(Gpt2(), stream, BatchSizeCallback(stream, Fixed(), every_steps=2), max_epochs=1)

@@ -90,7 +90,7 @@ def test_a_branch_that_does_not_fit_ends_the_factors():
 
 def test_divergence_at_the_present_batch_is_an_error():
     training = Descent(lr=1e200)
-    with pytest.raises(DivergedError, match="at the present batch size 4"):
+    with pytest.raises(DivergedError, match="at the current batch size 4"):
         probe(training)
 
 

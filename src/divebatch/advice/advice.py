@@ -28,12 +28,12 @@ MOST_MISFIT = 0.25
 
 @dataclass(frozen=True, slots=True)
 class NoiseEstimate:
-    """The noise scale, in samples, over the steps `first` to `last`, with its 95 % interval, which may be infinite."""
+    """A noise scale in samples over the steps `first` to `last`, with its 95 % interval, which may be infinite."""
 
     first: int
     last: int
     value: float | None
-    """None: the mean gradient cannot be told from zero."""
+    """The noise scale. None: the mean gradient cannot be distinguished from zero."""
     low: float
     high: float
 
@@ -53,7 +53,7 @@ class NoiseCourse:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of a whole training step at each batch size that was timed, smallest first."""
+    """Seconds of a whole training step at each timed batch size, smallest first."""
 
     measured: tuple[tuple[int, float], ...]
     stopped: str = ""

@@ -1,4 +1,4 @@
-"""`divebatch advise EXPERIMENT` or `divebatch advise module:function`."""
+"""The command `divebatch advise EXPERIMENT` or `divebatch advise module:function`."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`divebatch compare DIR METHOD_A METHOD_B`."""
+"""The command `divebatch compare DIR METHOD_A METHOD_B`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -46,7 +46,7 @@ def _common(
     second: str,
     wanted: str | None,
 ) -> list[str]:
-    """Return the experiments that have both methods; exit with the known names if there are none."""
+    """Return the experiments that have both methods, or exit with the known names."""
     for experiments, method in ((here, first), (there, second)):
         known = sorted({name for experiment in experiments.values() for name in experiment.methods})
         if method not in known:

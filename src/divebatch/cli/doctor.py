@@ -1,4 +1,4 @@
-"""`divebatch doctor`."""
+"""The command `divebatch doctor`."""
 
 import json as json_text
 import platform

@@ -1,4 +1,4 @@
-"""`divebatch frontier RECORDS`."""
+"""The command `divebatch frontier RECORDS`."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`divebatch list`."""
+"""The command `divebatch list`."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated

@@ -1,4 +1,4 @@
-"""`divebatch probe EXPERIMENT CHECKPOINT`."""
+"""The command `divebatch probe EXPERIMENT CHECKPOINT`."""
 
 import math
 from collections.abc import Sequence

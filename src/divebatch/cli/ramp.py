@@ -1,4 +1,4 @@
-"""`divebatch ramp`."""
+"""The command `divebatch ramp`."""
 
 import json
 import math

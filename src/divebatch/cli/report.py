@@ -1,4 +1,4 @@
-"""`divebatch report DIR...`."""
+"""The command `divebatch report DIR...`."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`divebatch run EXPERIMENT`."""
+"""The command `divebatch run EXPERIMENT`."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`divebatch search EXPERIMENT`."""
+"""The command `divebatch search EXPERIMENT`."""
 
 import math
 from contextlib import suppress

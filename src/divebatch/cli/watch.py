@@ -1,4 +1,4 @@
-"""`divebatch watch DIR`."""
+"""The command `divebatch watch DIR`."""
 
 from pathlib import Path
 from time import sleep

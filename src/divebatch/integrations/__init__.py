@@ -1,1 +1,1 @@
-"""Adapters: each framework's own way to train, with a `Controller` inside. Import the one you need by its name."""
+"""Adapters with a `Controller` for each framework's own way to train. Import the adapter you need by name."""

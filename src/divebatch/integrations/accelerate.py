@@ -1,4 +1,4 @@
-"""Accelerate: a controller for what `accelerator.prepare` made, over any number of processes."""
+"""Accelerate: a controller for parts that `accelerator.prepare` made, over any number of processes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,29 +34,29 @@ def make_controller(
     scheduler: Any = None,
     **settings: Any,
 ) -> Controller:
-    """Return a `Controller` for prepared parts; its state is saved and loaded with the accelerator's.
+    """Make a `Controller` for prepared parts, whose state is saved and loaded with the accelerator's.
 
-    Prepare model, optimizer and scheduler as always, but not the loader: it delivers each process's part of a batch by
-    itself, from here on to the accelerator's device, and its `batch_size` is that of all processes together.
+    Prepare model, optimizer and scheduler as usual, but not the loader. The loader itself delivers each process's part
+    of a batch, now to the accelerator's device, and its `batch_size` is that of all processes together.
 
         model, optimizer = accelerator.prepare(model, optimizer)
         loader = AdaptiveLoader(dataset, batch_size=128)
         control = make_controller(accelerator, model, optimizer, loader, Auto(max_batch_size=4096))
 
     With `Accelerator(gradient_accumulation_steps=k)` and a loop under `accelerator.accumulate(model)`, the loader's
-    batches are the passes of a step and keep their size. The number of passes that make a step changes, and the
-    policy's sizes are those of a step, in multiples of a pass; from here on `loader.batch_size` is that of a step. A
-    loader with a `delivery_size` says the same.
+    batches are the passes of a step and keep their size. The number of passes in a step changes, and the policy's sizes
+    are those of a step, in multiples of a pass. `loader.batch_size` becomes the size of a step. A loader with a
+    `delivery_size` has the same effect.
 
     Args:
         accelerator: The `accelerate.Accelerator`.
-        model: The model, prepared.
-        optimizer: The optimizer, prepared, or a list of all whose rates shall follow.
+        model: The prepared model.
+        optimizer: The prepared optimizer, or a list of all optimizers whose rates follow the batch size.
         loader: The `AdaptiveLoader`, not prepared.
-        policy: The rule that sets its batch size.
-        estimator: What measures the gradients, a name or an object. None: the policy's own.
-        scheduler: The scheduler that drives the optimizer, prepared or not, or a list of all that do.
-        settings: `Controller`'s: lr_coupling, loss_reduction and so on.
+        policy: The rule that sets the loader's batch size.
+        estimator: The estimator of gradient noise, by name or as an object. None: the policy's own.
+        scheduler: The optimizer's scheduler, prepared or not, or a list of schedulers.
+        settings: Other arguments of `Controller`, such as lr_coupling and loss_reduction.
     """
     _check(accelerator, loader)
     require_policy(policy)
@@ -70,7 +70,7 @@ def make_controller(
             )
         deliver_in_passes(loader, accelerator.gradient_accumulation_steps, "gradient_accumulation_steps")
     schedulers = [_unwrapped(part) for part in as_list(scheduler)]
-    # The loader is not prepared, so nobody else moves its batches to the device.
+    # Nothing else moves the batches of an unprepared loader to the device.
     loader.transform = _OnDevice(loader.transform, accelerator.device)
     whole = accelerator.unwrap_model(model)
     optimizers = [
@@ -92,11 +92,11 @@ def make_controller(
 
 
 def _accumulated(accelerator: Any, control: Controller, loss_reduction: LossReduction) -> StepPasses:
-    """Let the accelerator make a step of as many passes as the loader's batch size takes."""
+    """Let the accelerator's steps have as many passes as the loader's batch size takes."""
 
     def begin_step(count: int) -> None:
-        # An epoch's last step may take fewer: Accelerate knows the end of prepared loaders only, and would carry them
-        # over into the next epoch.
+        # An epoch's last step may have fewer passes. Accelerate knows only the end of prepared loaders, and would carry
+        # these passes over into the next epoch.
         accelerator.gradient_accumulation_steps, accelerator.step = count, 0
 
     passes = StepPasses(control, begin_step, loss_reduction=loss_reduction)
@@ -106,7 +106,7 @@ def _accumulated(accelerator: Any, control: Controller, loss_reduction: LossRedu
 
 @dataclass(frozen=True)
 class _Weighed:
-    """An accelerator's `backward`, on the loss of a pass with the weight that it has in its step."""
+    """An accelerator's `backward` on a pass's loss times the weight of the pass in its step."""
 
     passes: StepPasses
     backward: Callable[..., None]
@@ -118,7 +118,7 @@ class _Weighed:
 
 @dataclass(frozen=True)
 class _Saved:
-    """The object that the accelerator saves and loads: the controller's state, between optimizer steps."""
+    """The controller's state between optimizer steps, in a form that the accelerator saves and loads."""
 
     control: Controller
     passes: StepPasses | None
@@ -137,7 +137,7 @@ class _Saved:
 
 @dataclass(frozen=True)
 class _OnDevice:
-    """A loader's transform, then the batch where the model is, whatever its nesting."""
+    """A loader's transform that also moves the batch, however nested, to the model's device."""
 
     transform: Callable[[Any], Any] | None
     device: Any
@@ -154,11 +154,11 @@ def _check(accelerator: Any, loader: Any) -> None:
             f"accelerator.prepare and make it AdaptiveLoader(dataset, batch_size) or AdaptiveLoader.wrap(dataloader)"
         )
     if isinstance(loader.transform, _OnDevice):
-        raise ArgumentError("this loader belongs to an accelerator already: make one for each")
+        raise ArgumentError("this loader belongs to an accelerator already: make a loader for each")
     if isinstance(accelerator.backward, _Weighed):
         raise ArgumentError(
-            "this accelerator makes its steps of another loader's passes, and their number is no longer the one it was "
-            "given: make a new Accelerator(gradient_accumulation_steps=...) for another training"
+            "this accelerator accumulates another loader's passes, and their number has changed since it was made: "
+            "make a new Accelerator(gradient_accumulation_steps=...) for another training"
         )
 
 
@@ -166,6 +166,6 @@ def _unwrapped(scheduler: Any) -> Any:
     """Return the scheduler inside a prepared one."""
     if not isinstance(scheduler, _scheduler.AcceleratedScheduler):
         return scheduler
-    # Else it steps once for each process, as if each had whole batches of its own: here they share each batch.
+    # Otherwise it would step once per process, as if each had its own batches, but processes share each batch.
     scheduler.split_batches = True
     return scheduler.scheduler

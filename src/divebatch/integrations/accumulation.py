@@ -1,4 +1,4 @@
-"""Optimizer steps of several backward passes, for frameworks that accumulate their gradients."""
+"""Optimizer steps of several backward passes, for frameworks that accumulate gradients."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from divebatch.policies.wrappers import Around
 
 
 def refuse_loss(policy: Policy) -> None:
-    """Raise for anything but a policy, and for one that needs the epoch's loss, which adapters do not pass on."""
+    """Raise unless `policy` is a policy that does not need the epoch's loss, which adapters do not pass on."""
     require_policy(policy)
     if "loss" in policy.needs:
         raise ArgumentError(
@@ -31,7 +31,7 @@ def refuse_loss(policy: Policy) -> None:
 
 @dataclass(frozen=True)
 class InMultiples(Around):
-    """`policy`, with every size it chooses rounded down to a multiple of `unit`, the samples of one backward pass."""
+    """A policy whose sizes are rounded down to multiples of `unit`, the samples of one backward pass."""
 
     unit: int
 
@@ -40,21 +40,21 @@ class InMultiples(Around):
 
 
 class PassCount(int):
-    """The number of an optimizer step's passes, for a framework that finds the ends of steps by a remainder.
+    """A step's number of passes, for frameworks that find the ends of steps by a remainder.
 
-    Lightning and the Hugging Face Trainer count the passes of an epoch and end a step where `count % passes` is 0,
-    which is right only if all steps of the epoch have equally many. The remainder of this number counts from the first
-    pass of the present step, so that it is 0 where that step begins and ends. In everything else, and in checkpoints,
-    it is a plain number.
+    Lightning and the Hugging Face Trainer count the passes of an epoch and end a step if `count % passes` is 0. This
+    test is right only if all steps of the epoch have equal numbers of passes. Modulo this number, the count starts at
+    the first pass of the current step, so the remainder is 0 when the step begins and ends. In all other ways, and in
+    checkpoints, this is a plain number.
 
     >>> passes = PassCount(4, before=3)  # three passes came before this step, which has four
     >>> [count % passes == 0 for count in (3, 4, 5, 6, 7)]
     [True, False, False, False, True]
 
     Args:
-        number: The passes of a full step.
+        number: Passes of a full step.
         before: Passes of the epoch before this step.
-        made: The passes of this step: fewer than `number` if an epoch or the training ends. None: `number`.
+        made: Passes of this step, fewer than `number` if an epoch or the training ends. None: `number`.
     """
 
     before: int
@@ -73,13 +73,13 @@ class PassCount(int):
 
 
 class StepBudget:
-    """The samples left of a training as long as `steps` of the first batch size, which a resume may change."""
+    """The samples left of a training with the length of `steps` first batches; a resume may change the first size."""
 
     def __init__(self, steps: int, first_batch_size: Callable[[], int], loader: AdaptiveLoader) -> None:
         self.steps, self._first, self._loader = steps, first_batch_size, loader
 
     def samples_left(self) -> float:
-        """Return the samples left in the current epoch, or in the next one between epochs; infinite before the last."""
+        """Return the samples left in the last epoch, current or next; infinity in all earlier epochs."""
         epochs, steps = self._length()
         current = self._loader.current
         is_over = current is not None and current.is_used_up
@@ -89,24 +89,24 @@ class StepBudget:
         return max(0, steps * self._first() - samples)
 
     def _length(self) -> tuple[int, int]:
-        # Whole epochs, and steps of one more.
+        # Whole epochs, and steps in one more epoch.
         size, first = self._loader.dataset_size, self._first()
         if size is None:
-            return self._loader.epoch, self.steps  # of a stream in its first pass
+            return self._loader.epoch, self.steps  # a stream in its first pass
         passes = num_batches(size, self._loader.delivery_size or first, drop_last=self._loader.drop_last)
         return divmod(self.steps, math.ceil(passes / math.ceil(first / (self._loader.delivery_size or first))))
 
 
 class StepPasses:
-    """The division of optimizer steps into passes: their number, known before each step, and their weights.
+    """The division of optimizer steps into passes, with their number before each step and their weights.
 
-    The loader delivers passes of `delivery_size` samples; its `batch_size` is that of a step. The last step of an epoch
-    holds what is left of it, and its gradient is the mean over just these samples, as that of a short last batch.
+    The loader delivers passes of `delivery_size` samples; its `batch_size` is the size of a step. An epoch's last step
+    takes the remaining samples, and its gradient is their mean, as for a short last batch.
 
     Args:
-        control: The controller of the loader, which must deliver each pass after the backward pass before it.
-        on_step: Called with the number of passes before the first one of each step is fetched.
-        loss_reduction: How the loss of a pass is reduced over its samples, "mean" or "sum".
+        control: The controller of the loader, which must deliver each pass after the previous backward pass.
+        on_step: Called with the number of passes before each step's first pass is fetched.
+        loss_reduction: The reduction of a pass's loss over its samples, "mean" or "sum".
         samples_left: Returns the samples that training may still see in this epoch; infinity: no limit.
     """
 
@@ -130,7 +130,7 @@ class StepPasses:
 
     @property
     def is_within_step(self) -> bool:
-        """Whether passes were delivered whose step is still to come."""
+        """Whether a step has begun but not ended."""
         current = self._loader.current
         return current is not None and current is self._current and current.samples < self._end
 
@@ -138,7 +138,7 @@ class StepPasses:
         if current is self._current and current.samples < self._end:
             return
         delivered = current.cut_size
-        # Counted in samples: an epoch's last pass may be short, and so may its last step.
+        # Counted in samples, because an epoch's last pass and last step may be short.
         left = (self._loader.dataset_size or 0) - current.samples
         if self._loader.drop_last:
             left -= left % delivered
@@ -148,9 +148,9 @@ class StepPasses:
         self._on_step(self._count)
 
     def weigh(self, loss: Tensor) -> None:
-        """Give the loss of the current pass its weight in the step, and mark the loss with it for meters.
+        """Multiply the current pass's loss by its weight in the step, and mark the loss with this weight for meters.
 
-        The framework has divided it by the number of passes, or will: right for passes of equal sizes, and for means.
+        The framework divides the loss by the number of passes, which suits means over passes of equal sizes.
         """
         shard = self._loader.rank_shard
         weight = LossWeight(1.0 if self._reduction == "sum" else shard.num_samples / self._samples)
@@ -161,13 +161,13 @@ class StepPasses:
 
 
 def deliver_in_passes(loader: AdaptiveLoader, passes: int, setting: str) -> None:
-    """Let `loader` deliver the passes of steps, at first `passes` of its batches each.
+    """Let `loader` deliver the passes of steps, each at first of `passes` batches.
 
-    A loader that has a `delivery_size` does so already, and the framework's `setting`, `passes`, must be 1.
+    If the loader already has a `delivery_size`, `passes`, the framework's `setting`, must be 1.
     """
     if isinstance(loader.dataset, IterableDataset) and (loader.dataset_size is None or loader.num_workers > 1):
         raise ArgumentError(
-            "accumulated passes need an epoch whose end is known, and this stream's is not: pass "
+            "accumulated passes need an epoch with a known end, which this stream lacks: pass "
             "AdaptiveLoader(..., epoch_samples=N), with at most one worker, or accumulate nothing"
         )
     if loader.delivery_size is None:
@@ -175,19 +175,19 @@ def deliver_in_passes(loader: AdaptiveLoader, passes: int, setting: str) -> None
         loader.batch_size *= passes
     elif passes != 1:
         raise ArgumentError(
-            f"{setting}={passes} and AdaptiveLoader(delivery_size={loader.delivery_size}) both say how much of a step "
-            f"one pass takes: leave out one of them, and if an earlier training set delivery_size, make a new loader"
+            f"{setting}={passes} and AdaptiveLoader(delivery_size={loader.delivery_size}) both set the samples of a "
+            f"pass: leave out one of them, and if an earlier training set delivery_size, make a new loader"
         )
     most = loader.dataset_size or 0
     if loader.batch_size % loader.delivery_size and loader.batch_size < most:
         raise ArgumentError(
             f"batch_size={loader.batch_size} is no multiple of delivery_size={loader.delivery_size}, the samples of "
-            f"one pass: choose one that is"
+            f"a pass: choose a multiple"
         )
 
 
 def state_of(control: Controller) -> dict[str, Any]:
-    """Return the controller's state, with the samples of a pass."""
+    """Return the controller's state plus the number of samples of a pass."""
     return {**control.state_dict(), "delivery_size": control.loader.delivery_size}
 
 

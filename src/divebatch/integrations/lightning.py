@@ -1,4 +1,4 @@
-"""Lightning: callbacks that let a policy set the training's batch size, and that log the noise scale."""
+"""Lightning: a callback that lets a policy set the batch size, and a callback that logs the noise scale."""
 
 import math
 from collections import Counter
@@ -41,45 +41,44 @@ _INSTALLED = require_installed(
     extra="lightning",
     oldest="2.6.6",
     too_new="2.7",
-    excluded=["2.6.2", "2.6.3"],  # they carried malware
+    excluded=["2.6.2", "2.6.3"],  # these releases contained malware
 )
 LightningCallback: Any = type(
     "LightningCallback", tuple(import_module(_MODULES[name]).Callback for name in _INSTALLED), {}
 )
-"""A callback for the trainers of all installed packages."""
+"""The base class of callbacks for the trainers of all installed packages."""
 
 __all__ = ["BatchSizeCallback", "NoiseScaleCallback"]
 
 
 class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
-    """A callback that gives the training the batch size of a policy, and lets the learning rate follow.
+    """A callback that lets a policy set the batch size, which the learning rate follows.
 
-    Pass the same `loader` to the trainer, and let it look at the loader's length anew each epoch:
+    Pass the same `loader` to the trainer, and let the trainer reload it every epoch:
 
         loader = AdaptiveLoader(dataset, batch_size=128)
         callback = BatchSizeCallback(loader, Auto(max_batch_size=4096))
         trainer = Trainer(callbacks=[callback], reload_dataloaders_every_n_epochs=1)
         trainer.fit(module, loader)
 
-    With `every_steps=`, with `Trainer(accumulate_grad_batches=...)`, or with a loader that has a `delivery_size`, a
-    backward pass keeps its samples, and memory what it takes: the number of passes that make an optimizer step changes,
-    and the policy's sizes are those of a step, in multiples of a pass. Several processes share each batch, whose size
-    is that of all together.
+    With `every_steps=`, `Trainer(accumulate_grad_batches=...)` or a loader's `delivery_size`, the samples and memory of
+    a backward pass stay constant. The number of passes in an optimizer step changes, and the policy's sizes are those
+    of a step, in multiples of a pass. Several processes share each batch, and the batch size is that of all together.
 
-    `Trainer(max_steps=N)` trains on as many samples as N steps of the first batch size hold, and samples also drive
-    schedulers with `interval="step"`: a schedule of `trainer.estimated_stepping_batches` steps reaches its end.
+    `Trainer(max_steps=N)` trains on the samples of N steps of the first batch size. Samples also drive schedulers with
+    `interval="step"`, so a schedule of `trainer.estimated_stepping_batches` steps reaches its end.
 
-    Each epoch's record is in `records`; its batch size and diversity go to the trainer's loggers. Checkpoints hold the
-    whole state, also in the middle of an epoch.
+    `records` has each epoch's record; the batch size and diversity also go to the trainer's loggers. Checkpoints hold
+    the whole state, also in the middle of an epoch.
 
     Args:
-        loader: The `AdaptiveLoader` that the trainer is given too.
-        policy: The rule that sets its batch size.
-        estimator: What measures the gradients, a name or an object. None: the policy's own.
-        lr_coupling: How the learning rate follows the batch size. None: the policy's own, "none" if it has none.
-        loss_reduction: How the loss of each backward pass is reduced over its batch, "mean" or "sum".
-        every_steps: Decide also within epochs, after every N optimizer steps. None: at the ends of epochs alone.
-        accumulate: The batches that one optimizer step takes if the module optimizes by itself and adds up gradients.
+        loader: The `AdaptiveLoader` that is also passed to the trainer.
+        policy: The rule that sets the loader's batch size.
+        estimator: The estimator of gradient noise, by name or as an object. None: the policy's own.
+        lr_coupling: The dependence of the learning rate on the batch size. None: the policy's own, or else "none".
+        loss_reduction: The reduction of each backward pass's loss over its batch, "mean" or "sum".
+        every_steps: Decide also within an epoch, every N optimizer steps. None: only at the ends of epochs.
+        accumulate: Batches per optimizer step if the module itself optimizes and accumulates gradients.
     """
 
     def __init__(
@@ -116,17 +115,17 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         self._position: dict[str, Any] = {}
         self._num_passes: int = 1
         self._logged: int | None = None
-        """The batch size that loggers know."""
+        """The last logged batch size."""
         self._passes: StepPasses | None = None
         self._budget: StepBudget | None = None
         self._uncut: int | None = None
-        """The batch size that the last step of all was cut from."""
+        """The batch size before the training's last step was cut."""
         self._undo: list[Callable[[], None]] = []
 
-    # From the start of fit to its end
+    # The start of fit
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Set the number of passes, from which the module may compute its schedulers' lengths from here on."""
+        """Set the number of passes, from which the module may compute its schedulers' lengths."""
         if stage != "fit":
             return
         passes = trainer.accumulate_grad_batches
@@ -141,9 +140,9 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         check_epochs(trainer, in_passes=self.loader.delivery_size is not None)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Make the controller: optimizer and schedulers exist, and no batch has been asked for yet."""
+        """Make the controller, now that optimizer and schedulers exist and before the first batch."""
         if self.control is not None and not self._to_load:
-            raise UsageError("this callback has been through a fit already: make a new one, or pass ckpt_path to fit")
+            raise UsageError("this callback was already used in a fit: make a new one, or pass ckpt_path to fit")
         check_optimizer(trainer)
         delivered, configs = self.loader.delivery_size, trainer.lr_scheduler_configs
         self.control = control = Controller(
@@ -179,54 +178,54 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         if trainer.global_step and not self._is_resumed:
             raise UsageError(
                 f"the trainer continues after step {trainer.global_step}, but its checkpoint has nothing of this "
-                f"callback: it was saved without it, or after an error; take another one"
+                f"callback: it was saved without the callback or after an error; take another checkpoint"
             )
         self._check_unchanged(trainer)
         if self._is_resumed:
             self._resume(trainer)
 
     def _resume(self, trainer: Any) -> None:
-        """Begin where the checkpoint was saved."""
+        """Continue where the checkpoint was saved."""
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        # A module that asks for `estimated_stepping_batches` has made the trainer begin a pass before the load, and its
-        # own state of the loader wait for the next epoch.
+        # If the module asked for `estimated_stepping_batches`, the trainer began a pass before the load and kept its
+        # own state of the loader for the next epoch.
         fit._combined_loader_states_to_load = []
         self.loader.load_state_dict(self._position)
-        if not epoch.restarting:  # it takes an epoch that was broken off for done
+        if not epoch.restarting:  # it counts an interrupted epoch as finished
             self.loader.set_epoch(self.loader.epoch)
-        if self._position["pass"] is None:  # with `max_steps` it continues in an epoch that is over
+        if self._position["pass"] is None:  # with `max_steps` it continues in a finished epoch
             epoch.batch_progress.reset_on_run()
         if self._passes is not None:  # a step begins here
             self._set_passes(trainer, self._num_passes, first=fit.batch_idx + 1)
         is_last = epoch.restarted_on_train_batch_end and epoch.batch_progress.is_last_batch
         if fit.restarted_mid_epoch and is_last:
-            # Saved after an epoch's last batch: Lightning begins the next epoch and leaves out the end of this one.
+            # Saved after an epoch's last batch: Lightning begins the next epoch and skips the end of this one.
             self._end_epoch(trainer)
-            # Else it would take the batches that were made for some of the next epoch, if that has more.
+            # Otherwise Lightning would count this epoch's batches for the next epoch, if that has more.
             epoch.batch_progress.current.completed += len(self.loader)
         iter(fit._data_fetcher)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check that no other callback or hook has changed the loader or the number of passes."""
+        """Check that nothing else has changed the loader or the number of passes."""
         self._check_unchanged(trainer)
 
     def _check_unchanged(self, trainer: Any) -> None:
-        """Refuse another loader, and an accumulation that somebody else has set."""
+        """Raise if something else has set the loader or the accumulation."""
         if trainer.train_dataloader is not self.loader:
             raise ArgumentError(
                 f"the trainer's loader is a {type(trainer.train_dataloader).__name__} and not the callback's: pass the "
-                f"callback's loader to fit, or return that very object from train_dataloader() each time"
+                f"callback's loader to fit, or return this same object from train_dataloader() each time"
             )
         if trainer.accumulate_grad_batches is not self._num_passes:
             raise ArgumentError(
-                f"accumulate_grad_batches went from {self._num_passes} to {trainer.accumulate_grad_batches}: take out "
-                f"what sets it, such as a GradientAccumulationScheduler, and leave the size of a step to the policy"
+                f"accumulate_grad_batches went from {self._num_passes} to {trainer.accumulate_grad_batches}: "
+                f"remove the cause, such as a GradientAccumulationScheduler, and leave the size of a step to the policy"
             )
 
     # One optimizer step
 
     def _begin_step(self, trainer: Any, count: int) -> None:
-        """Set the number of passes of the step that begins."""
+        """Set the number of passes of the next step."""
         self._check_unchanged(trainer)
         self._set_passes(trainer, count, first=trainer.fit_loop.batch_idx + 1)
         if self._logged not in (None, self.loader.batch_size):  # decided since the last step
@@ -238,37 +237,37 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         self._num_passes = trainer.accumulate_grad_batches = PassCount(count, before=first)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """Weigh the loss of a pass, which Lightning has divided by the number of passes."""
+        """Weight the loss of a pass, which Lightning has divided by the number of passes."""
         if self._passes is not None:
             self._passes.weigh(loss)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Set Lightning's limit of steps so that training ends when its samples are used up."""
+        """Set Lightning's limit of steps so that training ends when all its samples are used."""
         if self._budget is None:
             return
         is_spent = self._budget.samples_left() == 0
         current = self.loader.current
         if is_spent and self._uncut is not None and current is not None:
-            current.resize(self._uncut)  # a later fit that is given more steps continues with it
+            current.resize(self._uncut)  # a later fit with more steps continues with this size
         _set_max_steps(trainer, trainer.global_step if is_spent else max(self._budget.steps, trainer.global_step + 1))
 
     def _samples_left(self) -> float:
         return math.inf if self._budget is None else self._budget.samples_left()
 
     def _cut_last_step(self, current: EpochProgress) -> None:
-        # The last step holds what is left, like an epoch's last one; the size that policies know stays.
+        # The last step takes the remaining samples, like an epoch's last step; policies still see the full size.
         left = self._samples_left()
         if 0 < left < current.batch_size:
             self._uncut = current.batch_size
             current.resize(max(int(left), self.loader.ranks.size))
 
-    # An epoch's end, and that of fit
+    # The end of an epoch, and of fit
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Measure, decide, apply: after Lightning's step of epoch schedulers, and before it saves checkpoints."""
+        """Measure, decide and apply, after Lightning steps epoch schedulers and before it saves checkpoints."""
         if self.control is None or trainer.fast_dev_run or not trainer.is_last_batch:
-            return  # stopped in the middle of an epoch: by max_steps, max_time, early stopping
-        self._check_unchanged(trainer)  # by callbacks that came after this one
+            return  # stopped within an epoch by max_steps, max_time or early stopping
+        self._check_unchanged(trainer)  # by later callbacks
         record = self._end_epoch(trainer)
         values = {"batch_size": record.batch_size, "diversity": record.diversity, "lr": record.lr}
         known = {f"divebatch/{name}": float(value) for name, value in values.items() if value is not None}
@@ -282,17 +281,17 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
         return self.records[-1]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Detach everything after a failure: Lightning then does not call `teardown`."""
-        self._leave(keep_state=trainer.world_size == 1)  # a state of all ranks cannot be had from one that failed
+        """Detach everything after a failure, for which Lightning does not call `teardown`."""
+        self._leave(keep_state=trainer.world_size == 1)  # a failed rank cannot take part in gathering state
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Detach everything."""
         self._leave()
 
     def _leave(self, *, keep_state: bool = True) -> None:
-        """Detach everything; checkpoints written later hold the present state."""
+        """Detach everything, and keep the current state for later checkpoints."""
         if self._is_fitting and self.control is not None:
-            with suppress(UsageError):  # an epoch whose step() failed has no state to continue from
+            with suppress(UsageError):  # after a failed step() there is no state to continue from
                 self._last = state_of(self.control) if keep_state else {}
             self._is_fitting = False
             self.control.close()
@@ -303,20 +302,20 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the controller's state; the loader's position and an epoch's sums are in it."""
+        """Return the controller's state, which includes the loader's position and an epoch's sums."""
         if not self._is_fitting:
             return self._last
         if self._passes is not None and self._passes.is_within_step and not self._has_warned:
             self._has_warned = True
             warn_user(
-                "a checkpoint is saved between the passes of an optimizer step: a resume continues without the "
-                "gradients of those made. Save between steps, as ModelCheckpoint(every_n_train_steps=...) does"
+                "a checkpoint is saved between the passes of an optimizer step: a resume loses the "
+                "gradients of earlier passes. Save between steps, as ModelCheckpoint(every_n_train_steps=...) does"
             )
         assert self.control is not None
         return state_of(self.control)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, now or as soon as there is an optimizer: most strategies load callbacks before."""
+        """Load a state, now or once there is an optimizer; most strategies load callbacks earlier."""
         self._to_load = state_dict
         if self.control is None or not self._is_fitting or not state_dict:
             return
@@ -325,7 +324,7 @@ class BatchSizeCallback(LightningCallback):  # type: ignore[misc]
 
 
 def _unit_of(config: Any) -> Unit:
-    """Return what a step of a scheduler means by its `interval`."""
+    """Return the unit of a scheduler's steps from its `interval`."""
     if config.interval == "epoch" or config.reduce_on_plateau:
         return "epoch" if config.interval == "epoch" else "call"
     return "step" if config.frequency == 1 else "call"
@@ -336,7 +335,7 @@ def _set_max_steps(trainer: Any, steps: int) -> None:
 
 
 def check_epochs(trainer: Any, *, in_passes: bool) -> None:
-    """Refuse what would end an epoch early; `in_passes`: the loader's batches keep their sizes."""
+    """Raise if a setting would end epochs early; `in_passes`: the loader's batches keep their sizes."""
     if trainer.reload_dataloaders_every_n_epochs != 1 and not in_passes:
         raise ArgumentError(
             f"Trainer(reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}) never learns "
@@ -350,13 +349,13 @@ def check_epochs(trainer: Any, *, in_passes: bool) -> None:
     counts_batches = isinstance(trainer.val_check_interval, int) and trainer.check_val_every_n_epoch is not None
     if counts_batches and not in_passes:
         raise ArgumentError(
-            f"val_check_interval={trainer.val_check_interval} counts batches, and an epoch may come to have fewer: "
-            f"use a part of an epoch, such as 0.5"
+            f"val_check_interval={trainer.val_check_interval} counts batches, and an epoch may get fewer: "
+            f"use a fraction of an epoch, such as 0.5"
         )
 
 
 def check_accumulation(trainer: Any, module: Any) -> None:
-    """Refuse what else sets how many passes make a step."""
+    """Raise if something else sets the number of passes in a step."""
     if not module.automatic_optimization:
         raise ArgumentError(
             f"{type(module).__name__} has automatic_optimization=False, and only Lightning's own can make steps of "
@@ -370,14 +369,14 @@ def check_accumulation(trainer: Any, module: Any) -> None:
 
 
 def check_optimizer(trainer: Any) -> None:
-    """Refuse several optimizers, and schedules that are stepped once in several batches."""
+    """Raise if there are several optimizers, or schedules that are stepped once in several batches."""
     if len(trainer.optimizers) != 1:
         raise ArgumentError(f"one optimizer can be followed, the module has {len(trainer.optimizers)}")
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and config.frequency != 1:
             raise ArgumentError(
                 f"{type(config.scheduler).__name__} has interval='step' and frequency={config.frequency}, counted in "
-                f"batches, whose number changes: use frequency=1 and a schedule that is as much slower"
+                f"batches, whose number changes: use frequency=1 and a schedule stretched by this factor"
             )
 
 
@@ -386,18 +385,18 @@ class NoiseScaleCallback(LightningCallback):  # type: ignore[misc]
 
         trainer = Trainer(callbacks=[NoiseScaleCallback()])
 
-    Every `every_steps` optimizer steps the loggers get `noise_scale`, and the ends of its 95 % interval,
-    `noise_scale_low` and `noise_scale_high`, all in samples. `noise_scale` is left out if it is not known, and
-    `noise_scale_high` if nothing bounds it (`NoiseMeter` says when). `readings` has them all.
+    Every `every_steps` optimizer steps the loggers get `noise_scale` and the ends of its 95 % interval,
+    `noise_scale_low` and `noise_scale_high`, all in samples. `noise_scale` is left out if it is unknown, and
+    `noise_scale_high` if the interval has no upper end (see `NoiseMeter`). `readings` has all readings.
 
-    Without `batch_size` the samples of a step are counted in the batches: the first dimension of a batch's first
-    tensor, summed over the passes of a step, times the number of processes, which are taken to have as many each. A
-    reading takes the size that most of its steps had, so that an epoch's short last step does not matter. If the size
-    changes for good, as beside a `BatchSizeCallback`, the steps before are dropped and a new reading begins.
+    Without `batch_size`, the samples of a step are counted by the first dimension of each batch's first tensor. Their
+    sum over the passes of a step is multiplied by the number of processes, which must have equal shares. A reading has
+    the size of most of its steps, so an epoch's short last step does not matter. If the size changes for good, as with
+    a `BatchSizeCallback`, the earlier steps are dropped and a new reading begins.
 
     Args:
-        every_steps: Optimizer steps between two readings.
-        batch_size: Samples of an optimizer step, of all passes and processes together. None: they are counted.
+        every_steps: Number of optimizer steps between two readings.
+        batch_size: Samples of an optimizer step, in all passes and processes together. None: count them.
         preconditioned: Whether to measure gradients as an Adam-like optimizer sees them.
     """
 
@@ -410,23 +409,23 @@ class NoiseScaleCallback(LightningCallback):  # type: ignore[misc]
         self._meter: NoiseMeter | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Watch the optimizer, which exists now."""
+        """Watch the optimizer, now that it exists."""
         if len(trainer.optimizers) != 1:
             raise ArgumentError(f"one optimizer can be watched, the module has {len(trainer.optimizers)}")
         self._meter = NoiseMeter(trainer.optimizers[0], preconditioned=self.preconditioned)
         self._sizes: Counter[int] = Counter()
         """The number of steps since the last reading for each number of samples."""
         self._samples = 0
-        """Samples of this process since the last step."""
+        """Number of samples of this process since the last step."""
         self._last_size = self._usual_size = 0
-        """Samples of the last step, and of the last two that had equally many; 0 before there are any."""
+        """Samples of the last step, and of the last two successive steps of equal size; 0: none yet."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take the number of steps, which a checkpoint may have set."""
+        """Read the number of steps, which a checkpoint may have set."""
         self._at_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Count the samples of a pass, and the step that it may have completed."""
+        """Count the samples of a pass, and the step if the pass completes one."""
         if self.batch_size is None:
             self._samples += _num_samples(batch)
         if trainer.global_step == self._at_step:
@@ -455,7 +454,7 @@ class NoiseScaleCallback(LightningCallback):  # type: ignore[misc]
         self.readings.append(reading)
         metrics = reading.known()
         trainer.callback_metrics.update({name: Tensor([value])[0] for name, value in metrics.items()})
-        # To the loggers themselves: `log` would drop what does not fall on a multiple of log_every_n_steps.
+        # Directly to the loggers: `log` would drop readings that are not at a multiple of log_every_n_steps.
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
 
@@ -473,7 +472,7 @@ def _num_samples(batch: Any) -> int:
     tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim)
     if (first := next(tensors, None)) is None:
         raise ArgumentError(
-            f"a batch of type {type(batch).__name__} shows no tensor whose samples could be counted: pass "
+            f"a batch of type {type(batch).__name__} shows no tensor to count samples by: pass "
             f"NoiseScaleCallback(batch_size=...), the samples of an optimizer step"
         )
     return len(first)

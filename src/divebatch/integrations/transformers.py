@@ -1,7 +1,7 @@
 """Hugging Face Transformers: a Trainer whose gradient accumulation follows a policy, and a callback that only measures.
 
-The Trainer fixes its loader and its schedule before the first step, so neither may move. What moves is
-`gradient_accumulation_steps`: a backward pass always takes `per_device_train_batch_size` samples.
+The Trainer fixes its loader and its schedule before the first step, so neither may change. Only
+`gradient_accumulation_steps` changes: a backward pass always takes `per_device_train_batch_size` samples.
 """
 
 import gc
@@ -39,14 +39,14 @@ from divebatch.policies import Fixed, Policy
 from divebatch.ranks import RankShard
 from divebatch.records import EpochRecord
 
-# Before 5.5.4 the Trainer and Accelerate both divide some losses by the number of passes.
+# Before 5.5.4, the Trainer and Accelerate both divided some losses by the number of passes.
 require_installed(["transformers"], extra="transformers", oldest="5.5.4", too_new="5.24")
 
 Trainer: Any = import_module("transformers").Trainer
 TrainerCallback: Any = import_module("transformers").TrainerCallback
 LabelSmoother: Any = import_module("transformers.trainer_pt_utils").LabelSmoother
 Conv1D: Any = import_module("transformers.pytorch_utils").Conv1D
-# Below "transformers", whose verbosity decides what is shown.
+# A child of the "transformers" logger, so that its verbosity applies.
 logger: Any = import_module("transformers.utils.logging").get_logger("transformers.divebatch")
 
 
@@ -54,10 +54,10 @@ _TAKEN_OVER = ("collate_fn", "num_workers", "pin_memory", "persistent_workers", 
 
 
 class TrainerLoader(AdaptiveLoader):
-    """An `AdaptiveLoader` that keeps its place when the Trainer sets the epoch, also in the middle of one."""
+    """An `AdaptiveLoader` that keeps its place when the Trainer sets the epoch, even within an epoch."""
 
     def set_epoch(self, epoch: int) -> None:
-        # The loader counts by itself; a dataset may shuffle by the number.
+        # The loader itself counts epochs, but a dataset may shuffle by the epoch's number.
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -67,28 +67,27 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
 
         trainer = BatchSizeTrainer(model=model, args=args, train_dataset=dataset, policy=Auto(max_batch_size=1024))
 
-    The batch size is that of an optimizer step on all processes, first `per_device_train_batch_size *
-    gradient_accumulation_steps * processes`; every other one is a multiple of one backward pass on all processes.
-    Samples are sequences: with a loss that is a mean over tokens, each sequence has the weight that its tokens have in
-    the loss of its optimizer step. Samples come in the order of an `AdaptiveLoader` with the seed `data_seed` or
-    `seed`, whatever the number of processes.
+    The batch size is that of an optimizer step on all processes. The first is `per_device_train_batch_size *
+    gradient_accumulation_steps * processes`; all others are multiples of one backward pass on all processes. Samples
+    are sequences. If the loss is a mean over tokens, each sequence is weighted by its tokens in the optimizer step.
+    Samples come in the order of an `AdaptiveLoader` with the seed `data_seed` or `seed`, for any number of processes.
 
-    The length of training is counted in samples: `max_steps=N` and `num_train_epochs` stand for the samples that the
-    plain Trainer would see with the first batch size. Training ends when they have been seen, after fewer steps if the
-    batches have grown, and the schedule, driven by samples too, is then at its end.
+    The length of training is counted in samples: `max_steps=N` and `num_train_epochs` mean the samples that the plain
+    Trainer would see with the first batch size. If the batch grows, training therefore takes fewer steps. The schedule
+    also follows samples, so it reaches its end.
 
-    Each epoch's record is in `records`; logs show `batch_size` and the current learning rate. Checkpoints are saved at
+    `records` has each epoch's record; logs show `batch_size` and the current learning rate. Checkpoints may be saved at
     any step, and training resumes exactly. For a subclass of Trainer: `class Mine(BatchSizeTrainer, Theirs)`.
 
     Args:
-        positional: What `transformers.Trainer` takes.
+        positional: Arguments of `transformers.Trainer`.
         policy: The rule that sets the batch size.
-        estimator: What measures the gradients, a name or an object. None: the policy's own.
-        lr_coupling: How the learning rate follows the batch size. None: the policy's own, "none" if it has none.
-        every_steps: Decide also within epochs, after every N optimizer steps. None: at their ends alone.
-        step_schedule: Whether a scheduler of your own (`optimizers=`) is taken: only if it does not rely on the
-            number of steps, which changes.
-        settings: What `transformers.Trainer` takes.
+        estimator: The estimator of gradient noise, by name or as an object. None: the policy's own.
+        lr_coupling: The dependence of the learning rate on the batch size. None: the policy's own, or else "none".
+        every_steps: Decide also within an epoch, every N optimizer steps. None: only at the ends of epochs.
+        step_schedule: Whether to accept your own scheduler (`optimizers=`), which must not depend on the number of
+            steps, because this number changes.
+        settings: Named arguments of `transformers.Trainer`.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         if self.lr_scheduler is not None and not step_schedule:
             raise ArgumentError(
                 f"{type(self.lr_scheduler).__name__} is stepped once an optimizer step, and their number changes: set "
-                f"lr_scheduler_type instead, or pass step_schedule=True if it does not depend on it"
+                f"lr_scheduler_type, or pass step_schedule=True if the schedule does not depend on this number"
             )
         self.policy, self.lr_coupling, self.every_steps, self._estimator = policy, lr_coupling, every_steps, estimator
         self.batch_control: Controller | None = None
@@ -118,18 +117,19 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         self._shards: deque[RankShard] = deque()
         self._resume_from: dict[str, Any] | None = None
         self._follow = Follow(self)
-        # First, so that all others find the epoch's number and end right.
+        # First, so that all others see the right number and end of the epoch.
         self.callback_handler.callbacks.insert(0, self._follow)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **named: Any) -> Any:
-        """Train, and leave no hook on the model and `args` as they were, also after an error.
+        """Train; at the end or after an error, remove all hooks from the model and restore `args`.
 
-        A second call trains anew from the first batch size, with the optimizer as it is and `records` of its own.
+        A second call starts again at the first batch size with new `records`, but with the optimizer's current state.
 
         Args:
-            resume_from_checkpoint: A checkpoint's folder, or True for the last complete one in `args.output_dir`.
-            positional: What `transformers.Trainer.train` takes.
-            named: What `transformers.Trainer.train` takes.
+            resume_from_checkpoint: A checkpoint's folder, or True for the last complete checkpoint in
+                `args.output_dir`. None: start a new training.
+            positional: Other arguments of `transformers.Trainer.train`.
+            named: Other named arguments of `transformers.Trainer.train`.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _last_complete(self.args.output_dir) or True
@@ -145,21 +145,21 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
     def _forget_last_training(self) -> None:
         if self.batch_control is None:
             return
-        self.batch_control._rates.follow(self.batch_control.first_batch_size)  # Adam counts its steps in such ones
+        self.batch_control._rates.follow(self.batch_control.first_batch_size)  # Adam's step count is in such steps
         self.batch_control, self.records = None, []
-        if self._created_lr_scheduler:  # the Trainer makes another, and two would drive one optimizer
+        if self._created_lr_scheduler:  # the Trainer makes a new one, and two would drive the optimizer
             self.lr_scheduler = self.callback_handler.lr_scheduler = None
-        gc.collect()  # a scheduler is part of a cycle
+        gc.collect()  # schedulers are in reference cycles
 
-    # What the Trainer asks for before it starts
+    # Before training starts
 
     @property
     def _pass_samples(self) -> int:
-        """Samples of one backward pass on all processes."""
+        """Number of samples of a backward pass on all processes."""
         return int(self._train_batch_size * self.args.world_size)
 
     def get_train_dataloader(self) -> TrainerLoader:
-        """Return a loader of passes of `per_device_train_batch_size` on each process."""
+        """Make a loader of passes of `per_device_train_batch_size` samples on each process."""
         theirs = super().get_train_dataloader()
         self.args.gradient_accumulation_steps = self._first_passes
         self.train_loader = TrainerLoader(
@@ -174,7 +174,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         return self.train_loader
 
     def set_initial_training_values(self, args: Any, dataloader: TrainerLoader) -> Any:
-        """Take the length of training at the first batch size; an epoch has at most as many steps as passes."""
+        """Compute the length of training at the first batch size; an epoch has at most as many steps as passes."""
         if not isinstance(dataloader, TrainerLoader):
             raise ArgumentError(
                 f"get_train_dataloader of {type(self).__name__} returns a {type(dataloader).__name__}, whose batches "
@@ -192,7 +192,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
             pass_samples=self._pass_samples,
         )
         self._warn_of_length()
-        # Each worker of a stream ends with a shorter pass, so their number is not known; each has a sample at least.
+        # Each worker of a stream may end with a shorter pass, so only a bound is known: one sample a pass.
         most = self._length.samples if is_stream else passes
         return epochs, most, examples, samples, batch_size, most, steps
 
@@ -201,17 +201,17 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         if steps > 0 and self.is_world_process_zero():
             logger.warning(
                 f"max_steps={steps} counts steps of the first batch size: training ends after {length.samples} "
-                f"samples, in fewer steps where batches grow"
+                f"samples, in fewer steps if batches grow"
             )
         ends_early = length.epoch_samples is None or length.samples < length.epoch_samples
         if ends_early and self.every_steps is None and not isinstance(self.policy, Fixed):
             warn_user(
                 f"the batch size is decided at the ends of epochs, and this training of {length.samples} samples may "
-                f"end before the first: pass BatchSizeTrainer(..., every_steps=N) to decide after each N steps"
+                f"end before the first: pass BatchSizeTrainer(..., every_steps=N) to decide every N steps"
             )
 
     def _init_training_state(self, *positional: Any) -> tuple[int, int]:
-        # The Trainer would find the finished epochs from its steps, whose number in an epoch has changed since.
+        # The Trainer would compute the finished epochs from its steps, whose number per epoch has changed.
         epochs_trained, skipped = super()._init_training_state(*positional)
         checkpoint = positional[3]
         if checkpoint is None:
@@ -222,10 +222,10 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
             first_batch_size=self._pass_samples * self._first_passes,
         )
         self._resume_from = saved["control"]
-        return saved["control"]["epoch"], 0  # the loader itself goes on after what it has delivered of an epoch
+        return saved["control"]["epoch"], 0  # the loader itself continues within the epoch
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Return the schedule of the first batch size, driven by samples."""
+        """Make the schedule for the first batch size, driven by samples."""
         if self.lr_scheduler is not None:
             return self.lr_scheduler
         raw = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -248,11 +248,11 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
     # One optimizer step
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
-        """Return the passes of an optimizer step, whatever number the Trainer expects."""
+        """Fetch the passes of an optimizer step, whatever number the Trainer expects."""
         loader, length = self.train_loader, self._length
         before = loader.samples_delivered
         passes, num_items = super().get_batch_samples(self._passes_of_step(epoch_iterator), sys.maxsize, device)
-        if not passes:  # the epoch or the training has ended; steps that the Trainer may still expect are none
+        if not passes:  # the epoch or the training has ended, even if the Trainer expects more steps
             self.control.should_epoch_stop = True
             return passes, num_items
         self._samples_in_step = loader.samples_delivered - before
@@ -265,14 +265,14 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         return passes, num_items
 
     def _passes_of_step(self, batches: Iterator[Any]) -> Iterator[Any]:
-        # Their number is known when the first one has come: a decision that is due is made then.
+        # The first pass makes a due decision, so the number of passes is known only then.
         loader, length = self.train_loader, self._length
         left = length.passes(length.samples - loader.samples_delivered)
         self._shards.clear()
         while left > 0 and (batch := next(batches, None)) is not None:
             self._shards.append(loader.rank_shard)
             yield batch
-            # Nothing is asked for after an epoch's last pass: that would end it before its last step is made.
+            # Do not ask for more after an epoch's last pass, which would end the epoch before its last step.
             if loader.is_at_end or len(self._shards) >= min(left, length.passes(self._size_in_force)):
                 return
 
@@ -290,7 +290,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Make one pass, whose loss is marked with its weight in the step."""
+        """Run a pass, whose loss is marked with its weight in the step."""
         self._rows_in_pass = len(next(value for value in inputs.values() if isinstance(value, Tensor)))
         # The passes of a step were all delivered before the first one runs.
         self.train_loader.rank_shard = self._shards.popleft()
@@ -298,12 +298,12 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _weights(self, shard: RankShard, num_items: Any) -> tuple[LossWeight, float]:
-        """Return the weight of a pass's loss in its step, and the factor that it still lacks on this process."""
-        is_whole_steps = getattr(self, "loss_is_scaled_for_ga", None)  # what the user has said, from 5.20 on
+        """Return the weight of a pass's loss in its step, and the factor that the loss still lacks on this process."""
+        is_whole_steps = getattr(self, "loss_is_scaled_for_ga", None)  # the user's setting, from 5.20
         if is_whole_steps is None:
             by_items = self.model_accepts_loss_kwargs and num_items is not None
             is_whole_steps = by_items or self.compute_loss_func is not None
-        # The loss of a whole step is divided by what the step holds on all processes, not by what the pass does.
+        # A whole step's loss is divided by the items of the step on all processes, not by those of the pass.
         weight = (
             shard.num_samples / self._samples_in_step
             if is_whole_steps
@@ -313,7 +313,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
         return LossWeight(weight), shard.weight_for("sum" if is_summed else "mean")
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Weigh losses on their way through the accelerator, also those of a subclass's `compute_loss`."""
+        """Weight the losses that pass through the accelerator, also those of a subclass's `compute_loss`."""
         super().create_accelerator_and_postprocess()
         backward = self.accelerator.backward
 
@@ -323,7 +323,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
 
         self.accelerator.backward = weighted
 
-    # What logs and checkpoints hold
+    # Logs and checkpoints
 
     def _get_learning_rate(self) -> float:
         assert self.batch_control is not None
@@ -344,7 +344,7 @@ class BatchSizeTrainer(Trainer):  # type: ignore[misc]
             "first_batch_size": self._pass_samples * self._first_passes,
         }
         self.accelerator.wait_for_everyone()
-        if self.args.should_save:  # the Trainer's own state, written next, is last
+        if self.args.should_save:  # the Trainer writes its own state next, as the last file
             _save_state(Path(output_dir), state)
 
 
@@ -354,14 +354,14 @@ def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Follow(TrainerCallback):  # type: ignore[misc]
-    """The callback of a `BatchSizeTrainer` that makes its controller, and lets it decide after epochs."""
+    """The callback that makes the controller of a `BatchSizeTrainer` and lets it decide after epochs."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self._hooks: list[Any] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Make the controller: model, optimizer and scheduler are complete, and a checkpoint is loaded into them."""
+        """Make the controller, now that model, optimizer and scheduler are complete and loaded from a checkpoint."""
         trainer = self.trainer
         self._hooks = [
             module.register_forward_pre_hook(self._expand_positions)
@@ -378,38 +378,38 @@ class Follow(TrainerCallback):  # type: ignore[misc]
             grad_scaler=trainer.accelerator.scaler,
             lr_coupling=trainer.lr_coupling,
             scheduler=trainer.lr_scheduler,
-            scheduler_unit="call",  # it counts samples by itself
+            scheduler_unit="call",  # the schedule itself counts samples
             every_steps=trainer.every_steps,
-            loss_reduction="weighted",  # a loss that does not have the weights already is multiplied by the trainer
+            loss_reduction="weighted",  # the trainer weights losses that are not weighted yet
         )
         if trainer._resume_from is not None:
             trainer.batch_control.load_state_dict(trainer._resume_from)
             trainer._resume_from = None
 
     def _expand_positions(self, _: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        """Give positions that all samples share to each, so that each one's gradient is its own."""
+        """Copy positions that all samples share for each sample, so that each has its own gradient."""
         ids, count = inputs[0], self.trainer._rows_in_pass
         is_shared = ids.ndim == 2 and len(ids) == 1 and count > 1 and torch.is_grad_enabled()
         return (ids.expand(count, -1), *inputs[1:]) if is_shared else None
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # The Trainer counts passes from here on, also in an epoch that is resumed in the middle.
+        # The Trainer counts passes from here, even if an epoch is resumed in the middle.
         self.trainer._passes_before = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End an epoch with its last step, before that step is logged and saved."""
+        """End the epoch after its last step, before the step is logged and saved."""
         trainer = self.trainer
         state.epoch = trainer._length.epochs(trainer.train_loader.samples_delivered)
         if trainer.train_loader.is_at_end:
             self._end_epoch(state)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End the epoch of a stream, whose end is known only when it is asked for more."""
+        """End a stream's epoch, whose end shows only when no more samples come."""
         trainer = self.trainer
         if trainer.train_loader.epoch == trainer.batch_control.epoch:
             return
         self._end_epoch(state)
-        if trainer._passes_before == 0:  # resumed at the stream's end, where the Trainer finds nothing and gives up
+        if trainer._passes_before == 0:  # resumed at a stream's end: the Trainer finds no sample and would stop
             control.should_training_stop = False
 
     def _end_epoch(self, state: Any) -> None:
@@ -431,7 +431,7 @@ class Follow(TrainerCallback):  # type: ignore[misc]
 
 
 def _is_shuffled(theirs: Any) -> bool:
-    """Return whether the Trainer's loader shuffles; raise for a sampler that neither shuffles nor keeps the order."""
+    """Return whether the Trainer's loader shuffles; raise unless its sampler shuffles or keeps the order."""
     if isinstance(theirs.dataset, IterableDataset):
         return False
     cutting = getattr(theirs.batch_sampler, "batch_sampler", theirs.batch_sampler)  # inside each process's share
@@ -447,7 +447,7 @@ def _is_shuffled(theirs: Any) -> bool:
 
 
 def _refuse_settings(trainer: Any) -> None:
-    """Raise an error that names all settings that do not work."""
+    """Raise an error that names all unsupported settings."""
     args, accelerator = trainer.args, trainer.accelerator
     together = args.world_size > 1
     is_stream = isinstance(trainer.train_dataset, IterableDataset)
@@ -476,14 +476,14 @@ def _refuse_settings(trainer: Any) -> None:
         ),
     }
     if found := [what for what, is_wrong in wrong.items() if is_wrong]:
-        raise ArgumentError(f"with a batch size that changes these settings do not work: {'; '.join(found)}")
+        raise ArgumentError(f"with a changing batch size these settings do not work: {'; '.join(found)}")
 
 
 class RunLength:
-    """The length of a training that the Trainer counts in steps of the first batch size.
+    """The length of a training, which the Trainer counts in steps of the first batch size.
 
-    Each epoch ends with a step on what is left of it; `epoch_samples` is None if its length is not known. A backward
-    pass has `pass_samples` on all processes.
+    Each epoch ends with a step on its remaining samples. If `epoch_samples` is None, an epoch's length is unknown. A
+    backward pass has `pass_samples` samples on all processes.
 
     >>> RunLength(first_steps=5, first_batch_size=6, epoch_samples=20, pass_samples=2).samples  # 6, 6, 6, 2 and 6
     26
@@ -497,15 +497,15 @@ class RunLength:
             self.samples = epochs * epoch_samples + steps * first_batch_size
 
     def epochs(self, samples: int) -> float:
-        """Return `samples` in epochs; for a stream of unknown length, as a part of the whole training."""
+        """Return `samples` in epochs, or for a stream of unknown length as a fraction of the training."""
         return samples / (self.epoch_samples or self.samples)
 
     def passes(self, samples: int) -> int:
-        """Return the backward passes that `samples` take."""
+        """Return the number of backward passes for `samples`."""
         return math.ceil(samples / self.pass_samples)
 
     def steps_left(self, samples: int, batch_size: int) -> int:
-        """Return the optimizer steps left after `samples` if the batch size stays."""
+        """Return the number of optimizer steps left after `samples` if the batch size stays the same."""
         size = self.passes(batch_size) * self.pass_samples
         left = self.samples - samples
         if self.epoch_samples is None:
@@ -522,7 +522,7 @@ _TRAINER_STATE = "trainer_state.json"
 def _save_state(folder: Path, state: dict[str, Any]) -> None:
     unfinished = folder / f"{STATE_FILE}.part"
     torch.save(state, unfinished)
-    os.replace(unfinished, folder / STATE_FILE)  # a process that is killed before leaves no file of this name
+    os.replace(unfinished, folder / STATE_FILE)  # a process killed earlier leaves no file of this name
 
 
 def _require_complete(folder: Path) -> None:
@@ -534,7 +534,7 @@ def _require_complete(folder: Path) -> None:
 
 
 def _load_state(folder: Path, *, pass_samples: int, first_batch_size: int) -> dict[str, Any]:
-    # A checkpoint may come from elsewhere, and a pickle can run anything.
+    # A checkpoint may come from elsewhere, and a pickle can execute code.
     state: dict[str, Any] = torch.load(folder / STATE_FILE, weights_only=True)
     there, here = (state["pass_samples"], state["first_batch_size"]), (pass_samples, first_batch_size)
     if there != here:
@@ -547,7 +547,7 @@ def _load_state(folder: Path, *, pass_samples: int, first_batch_size: int) -> di
 
 
 def _last_complete(output_dir: str) -> str | None:
-    """Return the last complete checkpoint; None if there is none at all."""
+    """Return the last complete checkpoint; None: there is no checkpoint."""
     numbered = {int(path.name.partition("-")[2]): path for path in Path(output_dir).glob("checkpoint-[0-9]*")}
     for number in sorted(numbered, reverse=True):
         if _is_complete(numbered[number]):
@@ -567,21 +567,21 @@ def _is_complete(folder: Path) -> bool:
 
 
 class NoiseScaleCallback(TrainerCallback):  # type: ignore[misc]
-    """A callback that logs the gradient noise scale of a plain `transformers.Trainer`, and changes nothing.
+    """A callback that logs the gradient noise scale of a plain `transformers.Trainer` and changes nothing.
 
         trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[NoiseScaleCallback()])
 
     Each log of the training loss also has `noise_scale` and the ends of its 95 % interval, `noise_scale_low` and
-    `noise_scale_high`, all in sequences, over the steps since the last reading. A number that is not known or infinite
-    is left out. `NoiseMeter` measures: what it can and cannot see holds here.
+    `noise_scale_high`, all in sequences, over the steps since the last reading. Unknown and infinite numbers are left
+    out. The measurement and its limits are those of `NoiseMeter`.
 
-    The Trainer calls its own reporters (W&B, TensorBoard) before `callbacks=[...]`; for them put this callback first:
-    `NoiseScaleCallback().add_to(trainer)`.
+    The Trainer calls its own reporters (W&B, TensorBoard) before `callbacks=[...]`. To include them, put this callback
+    first: `NoiseScaleCallback().add_to(trainer)`.
 
     Args:
-        every_steps: Read, and let the Trainer log, after every N optimizer steps. None: whenever it logs.
+        every_steps: Read, and let the Trainer log, every N optimizer steps. None: read whenever the Trainer logs.
         preconditioned: Whether to measure gradients as an Adam-like optimizer sees them.
-        sketch: Whether gradients are kept as sketches or whole. None: sketches if the model is large.
+        sketch: Whether to keep sketches of gradients instead of whole gradients. None: only if the model is large.
     """
 
     def __init__(
@@ -595,7 +595,7 @@ class NoiseScaleCallback(TrainerCallback):  # type: ignore[misc]
         self._batch_size = 0
 
     def add_to(self, trainer: Any) -> None:
-        """Join `trainer` before its reporters, so that they are given the noise scale too.
+        """Add this callback to `trainer` before its reporters, so that they also get the noise scale.
 
         Args:
             trainer: The `transformers.Trainer`.
@@ -603,12 +603,12 @@ class NoiseScaleCallback(TrainerCallback):  # type: ignore[misc]
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Watch the optimizer, which exists now."""
-        self.on_train_end(args, state, control)  # if the training before ended with an error
+        """Watch the optimizer, now that it exists."""
+        self.on_train_end(args, state, control)  # if the previous training ended with an error
         self._meter = NoiseMeter(parts["optimizer"], **self._settings)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin a new reading if the batch size has changed: a reading has one for all its steps."""
+        """Begin a new reading if the batch size has changed, because a reading has a single batch size."""
         size = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         if size != self._batch_size and self._has_seen_steps:
             self._read()
@@ -619,15 +619,15 @@ class NoiseScaleCallback(TrainerCallback):  # type: ignore[misc]
         control.should_log |= self._every_steps is not None and self._is_due(state)
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
-        """Add the reading to what is logged of the training loss."""
+        """Add a reading to logs of the training loss."""
         if "loss" not in logs or not self._has_seen_steps or not self._is_due(state):
             return
         reading = self._read()
         logs.update(reading)
-        state.log_history[-1].update(reading)  # a copy that was made before
+        state.log_history[-1].update(reading)  # the history has an earlier copy
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take the hook off the optimizer."""
+        """Remove the hook from the optimizer."""
         if self._meter is not None:
             self._meter.close()
         self._meter = None
@@ -647,5 +647,5 @@ class NoiseScaleCallback(TrainerCallback):  # type: ignore[misc]
 
 @rule_for(Conv1D)
 def _conv1d(layer: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Form]:
-    """Give the forms of GPT-2's linear layer, whose weight is stored the other way round."""
+    """Return the forms of GPT-2's linear layer, whose weight is stored transposed."""
     return {"weight": Outer(x, dy), "bias": Explicit(positions(dy).sum(1))}

@@ -1,4 +1,4 @@
-"""Checks of the framework that an adapter was written for."""
+"""Checks that a supported version of a framework is installed."""
 
 import re
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ from divebatch.errors import DivebatchError, MissingExtraError
 
 
 class UnsupportedVersionError(DivebatchError, ImportError):
-    """A framework of a version that the adapter does not know."""
+    """An error: the adapter does not support the installed version of its framework."""
 
 
 def require_installed(
     packages: Sequence[str], *, extra: str, oldest: str, too_new: str, excluded: Sequence[str] = ()
 ) -> list[str]:
-    """Return the names of `packages`, all of one framework, that are installed; raise for none or a wrong version.
+    """Return the installed packages of a framework; raise if there are none or a version is not supported.
 
-    Versions from `oldest` to before `too_new` will do, except for those that are `excluded`.
+    Versions from `oldest` up to, not including, `too_new` are supported, except for those in `excluded`.
     """
     found = {package: there for package in packages if (there := _version(package)) is not None}
     if not found:
@@ -39,5 +39,5 @@ def _version(package: str) -> str | None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """2.6.6.post1 -> (2, 6, 6): enough to compare releases."""
+    """Return the numbers of a version, such as (2, 6, 6) for 2.6.6.post1."""
     return tuple(int(number) for number in re.findall(r"\d+", text)[:3])

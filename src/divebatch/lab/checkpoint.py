@@ -60,7 +60,7 @@ def load_checkpoint(path: Path, *, device: torch.device) -> dict[str, Any]:
 
 
 def load_newest(path: Path, *, device: torch.device) -> tuple[Path, dict[str, Any]] | None:
-    """Read the checkpoint, or with a warning the previous one if that is damaged or gone; None: there is none."""
+    """Read the checkpoint; if it is damaged or gone, warn and read the previous one. None: there is none."""
     problems = [] if path.exists() else [f"checkpoint '{path}' is gone"]
     candidates = [each for each in (path, previous(path)) if each.exists()]
     for candidate in candidates:

@@ -31,7 +31,7 @@ class Clock:
 
     @property
     def total_seconds(self) -> float:
-        """Seconds of everything: training, compiler, evaluation, records, checkpoints."""
+        """Seconds of training, compilation, evaluation, records and checkpoints."""
         return self._total_before + time.perf_counter() - self._started
 
     def seconds(self, name: str) -> float:

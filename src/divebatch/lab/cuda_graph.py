@@ -123,7 +123,7 @@ class GraphedPasses:
         self._batch_size = 0
         self._recorded: dict[Variant, _Recorded] = {}
         self._ran: dict[Variant, object] = {}
-        """The token of each variant's last pass kernel by kernel."""
+        """The replay token of each variant's last pass without a recording."""
 
     def expect(self, full_size: int, batch_size: int) -> None:
         """Expect full passes of `full_size` samples from batches of `batch_size`.

@@ -25,7 +25,7 @@ class OptimizerSettings(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sgd(OptimizerSettings):
-    """torch.optim.SGD."""
+    """The settings of torch.optim.SGD."""
 
     momentum: NotNegative = 0.0
     weight_decay: NotNegative = 0.0
@@ -41,7 +41,7 @@ class Sgd(OptimizerSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW(OptimizerSettings):
-    """torch.optim.AdamW. `decay_vectors`: whether biases and norm layers' scales decay too, as in torch."""
+    """The settings of torch.optim.AdamW. `decay_vectors`: whether vectors such as biases decay too, as in torch."""
 
     takes_adam_coupling = True
 

@@ -109,12 +109,12 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Critical:
-    """The critical batch size in samples, and the tried sizes between which it lies with confidence."""
+    """A critical batch size in samples, with the tried sizes that confidently bound it."""
 
     size: int
     low: int
     high: int | None
-    """None: no size surely falls behind."""
+    """The upper bound. None: no size surely falls behind."""
     is_open: bool
     """Whether even the largest size keeps up."""
 
@@ -144,7 +144,7 @@ class Probe:
 
     @property
     def critical(self) -> Critical:
-        """The largest size that keeps up, as do all smaller ones."""
+        """The largest size up to which all sizes keep up."""
         gaps = self.gaps
 
         def last_while(holds: Callable[[Gap], bool]) -> int:

@@ -317,8 +317,8 @@ def execute(
     """Train a run to its end, with a record after every epoch and checkpoints as configured.
 
     `on_epoch` gets each epoch that is trained here, and `on_resume` the last earlier epoch, if any. A killed run
-    resumes from its last checkpoint. If a signal arrives, which `stop` may handle, finish the current step, save, and
-    raise `StoppedError`. Under a process group all ranks call this function, and only rank 0 writes. If another process
+    resumes from its last checkpoint. If a signal or `stop` requests a stop, finish the current step, save, and raise
+    `StoppedError`. Under a process group all ranks call this function, and only rank 0 writes. If another process
     works on the run, raise `RecordError`.
     """
     if stop is not None and stop.now():

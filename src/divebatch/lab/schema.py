@@ -110,7 +110,7 @@ class Method:
     every_steps: Count | None = None
     base_batch_size: Count | None = None
     multiple_of: Count = 1
-    """The number to whose multiples all sizes of the policy are rounded down."""
+    """Divisor of all batch sizes: the policy's sizes are rounded down to its multiples."""
     measure_always: bool = False
     """Whether to measure also epochs for which the policy does not ask, for the record."""
     quantize: Count | None = None

@@ -254,7 +254,7 @@ class Search:
         return [point for trial in self._study.get_trials(deepcopy=False) if (point := self._point_of(trial))]
 
     def choose(self) -> bool:
-        """Let the sampler choose one more point, unless all are chosen; return whether it did."""
+        """Let the sampler choose one more point, unless all are chosen; return whether it chose one."""
         if self.is_grid:
             return False
         with locked(self._lock, wait=True):

@@ -25,7 +25,7 @@ from divebatch.norms.meter import MODES, pausing_meters
 from divebatch.ranks import Ranks
 
 PRECISIONS = ("fp32", "tf32", "bf16")
-"""Modes of arithmetic, all with float32 weights: `tf32` multiplies with 10-bit mantissas on GPUs, `bf16` is autocast."""
+"""Modes of arithmetic with float32 weights: `tf32` multiplies with 10-bit mantissas on GPUs, `bf16` is autocast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 def build_table(cls: type[T], values: Any, where: str = "") -> T:
-    """Build the dataclass `cls` from values of its fields' types; errors begin with `where`."""
+    """Check a table's keys and types and build the dataclass `cls`; errors begin with `where`."""
     if isinstance(values, cls):
         return values
     try:

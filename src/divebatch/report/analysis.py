@@ -52,8 +52,8 @@ class Average:
 class Curve:
     """A field's mean over trials at each epoch that any trial reached.
 
-    `num_trials` counts the trials with a finite value at each epoch. The mean is NaN if there are none, and the spread
-    if there are fewer than two.
+    `num_trials` counts the trials with a finite value at each epoch. The mean is NaN if there is none, and the
+    spread if there are fewer than two.
     """
 
     epochs: NDArray[np.int64]
@@ -191,7 +191,7 @@ def _arrivals(runs: Sequence[RecordedRun], metric: Metric, target: float) -> dic
 
 
 def _mean_place(places: Floats, epoch: int | None) -> float:
-    """Return the mean place of some trials at the epoch with this index, or infinity; None: no epoch."""
+    """Return the mean place of some trials at the epoch with this index, or infinity if there is none."""
     there = places[:, epoch] if epoch is not None else np.array([])
     there = there[np.isfinite(there)]
     return float(there.mean()) if len(there) else math.inf
@@ -208,7 +208,7 @@ class MethodResult:
     label: str
     """The method in words, for legends."""
     trials: tuple[RecordedRun, ...]
-    """All trials, also those that have not finished."""
+    """All trials, finished or not."""
     runs: tuple[RecordedRun, ...]
     """The trials that count."""
     num_finished: int

@@ -146,10 +146,10 @@ class Gain:
     result: MethodResult
     baseline: MethodResult
     roles: tuple[str, ...]
-    """`BEST`, `CUSTOMARY` or both."""
+    """The roles of the fixed batch: `BEST`, `CUSTOMARY` or both."""
     num_seeds: int
     metric: Difference | None
-    """The difference in points or the metric's unit, positive if the adaptive method is better. None: a run diverged."""
+    """Difference in points or the metric's unit, positive if the adaptive method is better. None: a run diverged."""
     steps: Difference | None
     seconds: Difference | None
     """The ratio of training times. None: times are missing, or the machines differ."""
@@ -252,7 +252,7 @@ def ratio_in_words(change: Difference) -> str:
 
 
 def verdict(analysis: Analysis, gains: Sequence[Gain]) -> str:
-    """Return the experiment's result in a sentence: how the first adaptive method compares with the best fixed batch."""
+    """Return the result in a sentence: how the first adaptive method compares with the best fixed batch."""
     so_far = "" if analysis.is_finished else "So far: "
     gain = next((gain for gain in gains if BEST in gain.roles), None)
     if gain is None:

@@ -99,7 +99,7 @@ def other_looks(taken: str) -> list[Look]:
 # The contents of figures, for the page and for matplotlib
 
 AXES = {"epochs": "Epoch", "steps": "Optimizer steps", "samples": "Samples", "seconds": "Training time (s)"}
-"""Horizontal axes, each with its label."""
+"""Labels of the horizontal axes by name."""
 EARLY = 0.2
 """Fraction of epochs at the start that a linear axis need not show."""
 
@@ -347,7 +347,7 @@ def draw_panels(
     caption: str,
     panel_size: tuple[float, float],
 ) -> Drawing:
-    """Draw panels from left to right with one legend; `heading` goes into the figure, `title` and `caption` beside it."""
+    """Draw panels in a row with one legend; `heading` goes into the figure, `title` and `caption` beside it."""
     from matplotlib.figure import Figure
 
     with styled():

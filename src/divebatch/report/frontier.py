@@ -1,8 +1,8 @@
-"""Score batch-size policies against the frontier: the best loss of fixed batches, each with its own tuned rate.
+"""Score batch-size policies against the frontier: the best losses of fixed batches with tuned rates.
 
-A method's ratio is its steps over those that the frontier needs for the same loss. The frontier is the lower envelope
-of the fixed sizes in (log2 of steps, loss), with straight lines between them. It is used from its knee on only: where
-it is flat, an octave of steps costs less than chance, and a ratio would mean nothing.
+A method's ratio is its steps over the frontier's steps for the same loss. The frontier is the lower envelope of the
+fixed sizes in (log2 of steps, loss), with straight lines between them. Only the part from the knee on is used. In the
+flat part, an octave of steps changes the loss less than chance does, so a ratio would mean nothing.
 """
 
 import csv
@@ -27,22 +27,22 @@ FIXED = "fixed"
 TOLERANCE = 0.005
 """Relative loss above the best that the knee may have."""
 BEST, NEAR = 3, 0.05
-"""The sizes that show how much sizes differ by chance: the best few, and all within this relative loss of the best."""
+"""Sizes that show how much sizes differ by chance: the best few, and all within this relative loss of the best."""
 RESAMPLES = 2000
 LEAST_RATES = 3
-"""Rates of a size: the best one and a worse one on each side."""
+"""Fewest rates of a size: the best rate and a worse rate on each side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One finished run, as a line of JSON holds it.
+    """A finished run, as in a line of JSON.
 
     Args:
-        workload: What is trained, for instance an experiment's name.
-        method: The method's name; "fixed" for every fixed batch size.
+        workload: The name of the workload, for instance that of an experiment.
+        method: The method's name, which is "fixed" for every fixed batch size.
         batch_size: The first batch size, in samples.
         lr: The highest learning rate of the first batch size.
-        seed: Runs with the same seed have the same data order and the same first weights.
+        seed: The seed, which determines data order and first weights.
         steps: Optimizer steps of the run.
         loss: The final loss on held-out data; infinite if training diverged.
     """
@@ -58,63 +58,64 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class FixedSize:
-    """A fixed batch size at its tuned rate: a point of the frontier, or beside it."""
+    """A fixed batch size at its tuned rate, on the frontier or above."""
 
     batch_size: int
     lr: float
-    """The best of the rates that were tried on the first seed."""
+    """The best rate on the first seed."""
     steps: int
     losses: Mapping[int, float]
     """The loss of each seed."""
     problem: str = ""
-    """The reason why the rate does not count as tuned; empty if it does."""
+    """The reason why the rate does not count as tuned. Empty: the rate is tuned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A method on one workload; numbers are None if `problem` names the reason."""
+    """The score of a method on one workload; numbers are None if `problem` names a reason."""
 
     method: str
     batch_size: int
-    """The first one."""
+    """The first batch size."""
     steps: float
-    """Mean over seeds, as is the loss."""
+    """Mean steps over seeds."""
     loss: float
+    """Mean loss over seeds."""
     num_seeds: int
-    """Seeds that the method and all fixed sizes have in common."""
+    """Number of seeds common to the method and all fixed sizes."""
     ratio: float | None = None
-    """Its steps over the frontier's at equal loss."""
+    """The method's steps over the frontier's at equal loss."""
     interval: tuple[float, float] | None = None
-    """The 95 % interval of the ratio, by a bootstrap over paired seeds; None for a single seed."""
+    """The ratio's 95 % interval, from a bootstrap over paired seeds. None: a single seed."""
     is_bound: bool = False
-    """Whether the true ratio is lower: the loss is better than the knee's, and the knee's was taken."""
+    """Whether the ratio is an upper bound, because the loss is better than the knee's."""
     at_equal_steps: float | None = None
-    """Its loss over the frontier's at equal steps, minus 1."""
+    """The method's loss over the frontier's at equal steps, minus 1."""
     against_first: float | None = None
-    """Its loss over that of the fixed batch it started with, minus 1."""
+    """The method's loss over that of the fixed batch of its first size, minus 1."""
     problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """The fixed sizes of one workload, the smallest first, and a score of each method."""
+    """The frontier of one workload: its fixed sizes, the smallest first, and the score of each method."""
 
     workload: str
     sizes: Sequence[FixedSize]
     knee: int | None
     """The size with the fewest steps whose loss cannot be distinguished from the best."""
     noise: float | None
-    """Standard error of a difference of two mean losses of fixed sizes; None for a single seed."""
+    """Standard error of the difference between two sizes' mean losses. None: a single seed."""
     scores: Sequence[Score]
     problems: Sequence[str]
-    """Reasons why nothing is scored."""
+    """The reasons why nothing is scored."""
 
 
 # From records to trials
 
 
 def read_trials(path: Path) -> list[Trial]:
-    """Return the trials of a file or folder: lines of trials in `.jsonl` files, or what `divebatch run` wrote."""
+    """Read the trials of a file or folder: lines of trials in `.jsonl` files, or records of `divebatch run`."""
     files = [path] if path.is_file() else sorted(path.glob("*.jsonl"))
     trials = [trial for file in files for trial in _read_lines(file)]
     if not trials and path.is_dir():
@@ -133,11 +134,11 @@ def _read_lines(file: Path) -> Iterable[Trial]:
             loss = math.inf if values["loss"] is None else float(values["loss"])
             yield Trial(**{**{name: values[name] for name in names}, "loss": loss})
         except (ValueError, KeyError, TypeError) as error:
-            raise RecordError(f"'{file}' line {number} is no trial: {error!r}") from error
+            raise RecordError(f"'{file}' line {number} is not a trial: {error!r}") from error
 
 
 def _from_run(workload: str, run: RecordedRun) -> Trial | None:
-    """Return the trial of a recorded run; None for one that has not ended."""
+    """Return a recorded run as a trial; None: the run has not ended."""
     if not run.is_finished() or run.last is None:
         return None
     metric, method = run.header.metric, run.header.config["method"]
@@ -157,7 +158,7 @@ def _from_run(workload: str, run: RecordedRun) -> Trial | None:
 
 
 def score(trials: Iterable[Trial]) -> list[Frontier]:
-    """Return the frontier and the scores of each workload, in the order in which they come."""
+    """Return the frontier and scores of each workload, in the order of the trials."""
     by_workload: dict[str, list[Trial]] = {}
     for trial in trials:
         by_workload.setdefault(trial.workload, []).append(trial)
@@ -184,7 +185,7 @@ def _score_workload(name: str, trials: Sequence[Trial]) -> Frontier:
 
 
 def tuned_sizes(trials: Iterable[Trial]) -> list[FixedSize]:
-    """Return each fixed size at the best of its rates, which were tried on its first seed."""
+    """Return each fixed size at its best rate on the first seed."""
     found: dict[int, list[Trial]] = {}
     for trial in trials:
         if trial.method == FIXED:
@@ -212,9 +213,9 @@ def _common_seeds(sizes: Sequence[FixedSize]) -> list[int]:
 
 
 def _noise(sizes: Sequence[FixedSize], seeds: Sequence[int]) -> float | None:
-    """Return the standard error of a difference of two means, without what a seed does to all sizes alike.
+    """Return the standard error of a difference between two sizes' means, without effects of a seed on all sizes.
 
-    Only the best sizes count: training that is barely stable at a large size scatters more than at the knee.
+    Only the best sizes count, because barely stable training at large sizes scatters more than at the knee.
     """
     table = np.array([[each.losses[seed] for seed in seeds] for each in sizes])
     table = table[np.isfinite(table.mean(1))]
@@ -232,14 +233,14 @@ def _noise(sizes: Sequence[FixedSize], seeds: Sequence[int]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The lower envelope of fixed sizes: losses that fall as log2 of the steps rises."""
+    """The lower envelope of fixed sizes, whose losses fall as log2 of the steps rises."""
 
     steps: Sequence[float]
     losses: Sequence[float]
 
     @classmethod
     def through(cls, sizes: Sequence[FixedSize], seeds: Sequence[int]) -> "Envelope":
-        """Return the envelope of the mean losses over some seeds, which may repeat."""
+        """Build the envelope of the mean losses over `seeds`, which may repeat."""
         means = sorted((math.log2(each.steps), float(np.mean([each.losses[s] for s in seeds]))) for each in sizes)
         kept: list[tuple[float, float]] = []
         for steps, loss in means:
@@ -248,25 +249,25 @@ class Envelope:
         return cls([steps for steps, _ in kept], [loss for _, loss in kept])
 
     def knee(self, noise: float) -> float:
-        """Return log2 of the fewest steps with a loss within the tolerance, or the noise, of the best."""
+        """Return log2 of the fewest steps whose loss is within the tolerance or the noise of the best."""
         best = self.losses[-1]
         bound = best + max(TOLERANCE * abs(best), noise)
         return next(steps for steps, loss in zip(self.steps, self.losses, strict=True) if loss <= bound)
 
     def loss_at(self, steps: float) -> float | None:
-        """Return the loss at log2 of the steps; None outside of the envelope."""
+        """Return the loss at log2 of the steps; None: outside of the envelope."""
         if not self.steps[0] <= steps <= self.steps[-1]:
             return None
         return float(np.interp(steps, self.steps, self.losses))
 
     def steps_for(self, loss: float) -> float | None:
-        """Return log2 of the steps that a loss takes; None for one that is worse than all, or better."""
+        """Return log2 of the steps to a loss; None: the loss is outside of the envelope."""
         if not self.losses[-1] <= loss <= self.losses[0]:
             return None
         return float(np.interp(-loss, [-each for each in self.losses], self.steps))
 
     def octaves(self, steps: float, loss: float, knee: float) -> tuple[float | None, bool]:
-        """Return log2 of a ratio, and whether it is a bound; None where the frontier does not reach."""
+        """Return log2 of a ratio, and whether this is a bound; None: the frontier does not reach this loss."""
         knee_loss = float(np.interp(knee, self.steps, self.losses))
         is_bound = loss < knee_loss
         needed = knee if is_bound else self.steps_for(loss)
@@ -305,7 +306,7 @@ def _score_method(
     elif is_bound and value > 0:
         numbers["problem"] = "on the flat part: more steps than the knee, whose loss is as good"
     else:
-        # The same choices of seeds every time.
+        # The same resampled seeds every time.
         drawn = np.random.default_rng(0).choice(seeds, (RESAMPLES, len(seeds))).tolist() if len(seeds) > 1 else []
         found = [each for each, _ in map(octaves, drawn) if each is not None]
         ends = np.exp2(np.quantile(found, [0.025, 0.975])).tolist() if found else None
@@ -319,7 +320,7 @@ COLUMNS = ("method", "from", "steps", "loss", "ratio", "95 %", "at equal\nsteps"
 
 
 def rows(frontier: Frontier) -> list[tuple[str, ...]]:
-    """Return the table of one workload: `COLUMNS` for each method that has a ratio, the lowest first."""
+    """Return a workload's rows of `COLUMNS` for each method with a ratio, the lowest first."""
     found = []
     for each in sorted(frontier.scores, key=lambda each: each.ratio or math.inf):
         if each.ratio is not None:
@@ -332,7 +333,7 @@ def rows(frontier: Frontier) -> list[tuple[str, ...]]:
 
 
 def write_csv(frontiers: Iterable[Frontier], path: Path) -> None:
-    """Write every fixed size and every score as one table with plain numbers."""
+    """Write all fixed sizes and scores as one table of plain numbers."""
     names = [each.name for each in fields(Score) if each.name != "interval"]
     with path.open("w", newline="") as file:
         writer = csv.writer(file)

@@ -1,4 +1,4 @@
-"""Watch runs by their records alone: state, speed, time left."""
+"""Watch runs through their records: state, speed, time left."""
 
 import time
 from dataclasses import dataclass, field
@@ -9,19 +9,19 @@ from divebatch.records import EpochRecord, read_run, was_stopped
 from divebatch.report.load import RecordedRun
 
 SILENT_EPOCHS, SILENT_SECONDS = 5, 60.0
-"""A run that wrote nothing for five of its epochs, and for at least a minute, counts as stopped."""
+"""Silence after which a run counts as stopped: five of its epochs, and at least a minute."""
 STATES = ("running", "stopped", "finished")
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One run at one moment."""
+    """The state of a run at one moment."""
 
     run: RecordedRun
     state: str
-    """One of `STATES`."""
+    """The run's state, one of `STATES`."""
     silent_seconds: float
-    """Time since its records last changed."""
+    """Seconds since the records last changed."""
 
     @property
     def name(self) -> str:
@@ -29,7 +29,7 @@ class Standing:
 
     @property
     def best(self) -> str:
-        """Return the best value of the metric so far, as text; empty if there is none."""
+        """Return the metric's best value so far as text, which is empty if there is none."""
         metric = self.run.header.metric
         values = [metric.of(record) for record in self.run.epochs]
         best = metric.best(value for value in values if value is not None)
@@ -43,7 +43,7 @@ class Standing:
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the time left at the pace so far; None unless it is running."""
+        """Return the seconds left at the average pace so far; None: the run is not running."""
         last = self.run.last
         return time_left(last, self.run.planned_epochs) if last and self.state == "running" else None
 
@@ -66,7 +66,7 @@ def time_left(record: EpochRecord, planned_epochs: int | None) -> float | None:
 
 @dataclass(slots=True)
 class Watch:
-    """A reader of a folder that reads only files that have changed since its last look."""
+    """A reader of a folder's runs that only reads files that have changed since its last look."""
 
     folder: Path
     _read: dict[Path, tuple[tuple[int, int], RecordedRun, bool]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Watch:
     """Files that could not be read at the last look."""
 
     def look(self) -> list[Standing]:
-        """Return every run: running ones first, then by name."""
+        """Return every run, running ones first, then by name."""
         self.problems.clear()
         found = [self._standing(path) for path in sorted(self.folder.glob("**/seed-*.jsonl"))]
 
@@ -106,5 +106,5 @@ def _state(run: RecordedRun, silent: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace control characters, which a terminal would obey."""
+    """Replace control characters, which a terminal would execute."""
     return "".join(character if character.isprintable() else "?" for character in text)

@@ -1,4 +1,4 @@
-"""Find and read the runs under a folder, grouped by experiment and method. One bad file never spoils the rest."""
+"""Find and read the runs under a folder by experiment and method, leaving out bad files."""
 
 import os
 from collections import defaultdict
@@ -12,7 +12,7 @@ from divebatch.records import EpochRecord, Metric, ReportSettings, RunHeader, re
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """One trial: its header and its epochs in order, perhaps none yet."""
+    """A recorded trial: its header and its epochs so far, in order."""
 
     header: RunHeader
     epochs: tuple[EpochRecord, ...]
@@ -23,18 +23,18 @@ class RecordedRun:
 
     @property
     def planned_epochs(self) -> int | None:
-        """Return how many epochs the configuration asks for; None if it does not say."""
+        """Return the number of configured epochs; None: the configuration names none."""
         planned = self.header.config.get("epochs")
         return planned if isinstance(planned, int) else None
 
     def is_finished(self, *, length: int | None = None) -> bool:
-        """Return whether it reached the end of its configuration, or epoch `length` if that names none."""
+        """Return whether the run reached its configured number of epochs, or else `length` epochs."""
         end = self.planned_epochs or length
         return self.last is not None and end is not None and self.last.epoch >= end
 
     @property
     def is_on_gpu(self) -> bool:
-        """Return whether it ran on an NVIDIA or AMD GPU, both of which torch calls cuda."""
+        """Return whether the run used an NVIDIA or AMD GPU, both of which torch calls cuda."""
         return str(self.header.hardware.get("device", "")).startswith("cuda")
 
     @property
@@ -43,7 +43,7 @@ class RecordedRun:
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Return all batch sizes in order, also those within epochs, of which a record only has the last."""
+        """Return all batch sizes in order, including changes within epochs."""
         sizes: list[int] = []
         began = self._configured("method", "batch_size")
         for record in self.epochs:
@@ -53,7 +53,7 @@ class RecordedRun:
         return sizes
 
     def kind_of(self, *place: str) -> str | None:
-        """Return the `kind` of a configured part, such as ("method", "policy"); None if none is named."""
+        """Return the `kind` of a configured part, such as ("method", "policy"); None: the part is missing."""
         kind = self._configured(*place, "kind")
         return kind if isinstance(kind, str) else None
 
@@ -66,13 +66,13 @@ class RecordedRun:
 
 @dataclass(frozen=True, slots=True)
 class RecordedExperiment:
-    """All trials of one experiment.
+    """The trials of an experiment.
 
     Args:
         name: The experiment's name.
-        methods: Method name -> runs by seed, in the order in which the report shows them.
-        metric: The number that runs are judged by.
-        settings: The headers' settings of the report.
+        methods: The runs of each method by seed, with methods in the order of the report.
+        metric: The metric by which runs are judged.
+        settings: The report's settings from the headers.
     """
 
     name: str
@@ -86,12 +86,12 @@ class RecordedExperiment:
 
     @property
     def longest(self) -> int:
-        """Return the highest epoch that any run reached; 0 if none did."""
+        """Return the highest epoch that any run reached, or 0."""
         return max((run.last.epoch for run in self.runs if run.last), default=0)
 
     @property
     def length(self) -> int:
-        """Return how many epochs the runs ask for: the most if they differ, the longest run's if none says."""
+        """Return the largest configured number of epochs, or else the epochs of the longest run."""
         return max((run.planned_epochs or 0 for run in self.runs), default=0) or self.longest
 
     @property
@@ -101,7 +101,7 @@ class RecordedExperiment:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Experiments by name, and why files were left out."""
+    """The experiments under some folders, and the reasons why files were left out."""
 
     experiments: tuple[RecordedExperiment, ...]
     problems: tuple[str, ...]
@@ -110,12 +110,12 @@ class Runs:
 def load_runs(folder: Path, *more: Path) -> Runs:
     """Read the runs below some folders; raise `RecordError` if there is none.
 
-    Names come from the records, not from the folders. Files that cannot be read, that a killed run left half-written
-    or that hold a run a second time are named in `problems`.
+    Names come from the records, not from the folders. `problems` names files that cannot be read, that a killed run
+    left half-written, or that repeat a run.
 
     Args:
-        folder: Holds EXPERIMENT/METHOD/seed-K.jsonl; an experiment's or a method's own folder will do as well.
-        more: Further folders of the same kind. A run that two of them hold counts once.
+        folder: A folder of EXPERIMENT/METHOD/seed-K.jsonl, or the folder of an experiment or a method in it.
+        more: Further folders of the same kind. A run in several folders counts once.
     """
     folders = (folder, *more)
     found: dict[tuple[str, str, int], RecordedRun] = {}
@@ -146,7 +146,7 @@ def load_runs(folder: Path, *more: Path) -> Runs:
 
 
 def _record_files(folders: Sequence[Path]) -> list[Path]:
-    """Return each file once, also if one folder lies in another."""
+    """Return each file once, even if one folder lies in another."""
     files: dict[Path, Path] = {}
     for folder in folders:
         if not folder.is_dir():
@@ -161,7 +161,7 @@ def _read(path: Path) -> RecordedRun:
     header, epochs = read_run(path)
     shadows = {name for record in epochs for name in record.shadows or {}}
     for name in (header.experiment, header.method, header.label, *shadows):
-        if not name.isprintable():  # a terminal would obey control characters
+        if not name.isprintable():  # a terminal would execute control characters
             raise RecordError(f"'{path}': names must be printable text, got {name!r}")
     return RecordedRun(header, tuple(epochs))
 
@@ -174,7 +174,7 @@ def _torn_line(path: Path) -> list[str]:
 
 
 def _experiment(name: str, runs: list[RecordedRun], problems: list[str]) -> RecordedExperiment:
-    """Take metric and settings from the run that started last; leave out runs with another metric."""
+    """Group an experiment's runs with the metric and settings of the last started run; leave out other metrics."""
     newest = max(runs, key=lambda run: run.header.started or "").header
     methods: dict[str, list[RecordedRun]] = defaultdict(list)
     for run in runs:

@@ -1,4 +1,4 @@
-"""Write a report: one self-contained HTML page, report.md, and every figure and table as files beside them."""
+"""Write a report: a self-contained HTML page, report.md, and all figures and tables as files."""
 
 import base64
 import hashlib
@@ -51,23 +51,23 @@ from divebatch.report.tables import (
 
 SCRIPTS = ("uPlot.iife.min.js", "page.js")
 AT_ONCE = 3
-"""Charts that the page shows unfolded."""
+"""Number of charts that the page shows unfolded."""
 MOST_ROWS = 14
-"""Methods that a terminal shows of an experiment."""
+"""Most methods of an experiment that a terminal shows."""
 WIDTH = 80
-"""Characters of a verdict's lines."""
+"""Width of a verdict's lines, in characters."""
 DIGITS = 5
-"""Significant ones of the numbers that the page's script draws: more than a screen shows."""
+"""Significant digits of the numbers that the page's script draws, more than a screen can show."""
 FEW_SEEDS_NOTE = "Fewer than three seeds show little, and have no intervals: run five or so."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """The part of a report on one experiment, before it takes the form of a page."""
+    """The part of a report on one experiment, before rendering."""
 
     experiment: RecordedExperiment
     stem: str
-    """A name for files and links, different for each section of a report."""
+    """A name for files and links, unique in the report."""
     heading: str
     about: str
     verdict: str
@@ -75,19 +75,19 @@ class Section:
     shown: Sequence[str]
     """Methods that a terminal shows."""
     tables: Sequence[Table]
-    """All tables but the summary."""
+    """All tables except the summary."""
     settings: str
-    """JSON text."""
+    """Settings as JSON text."""
     looks: Mapping[str, Look]
     tracks: Sequence[Track]
     charts: Sequence[Panel]
     bars: Mapping[str, TargetBars]
     chart_drawings: Sequence[Drawing]
-    """The charts, and the bars if there are any."""
+    """Drawings of the charts, and of the bars if there are any."""
     paper_drawings: Sequence[Drawing]
 
     def figure(self, part: str, suffix: str) -> str:
-        """Return a path relative to the page; parts have no dash, so no two sections' files meet."""
+        """Return a figure's path relative to the page; parts have no dash, so paths of sections differ."""
         return f"figures/{self.stem}-{part}.{suffix}"
 
     def table(self, part: str, suffix: str = "csv") -> str:
@@ -95,15 +95,15 @@ class Section:
 
     @property
     def axes(self) -> list[str]:
-        """Return the horizontal axes that some runs recorded."""
+        """Return the horizontal axes that any run recorded."""
         return [axis for axis in AXES if any(axis in track.axes for track in self.tracks)]
 
     def place(self, method: str) -> int | None:
-        """Return the number of a method's track; None if it has not begun."""
+        """Return the index of a method's track; None: the method has not begun."""
         return next((place for place, track in enumerate(self.tracks) if track.method == method), None)
 
     def text(self) -> list[str]:
-        """Return the lines for a terminal: heading, one row a method, verdict."""
+        """Return the lines for a terminal: heading, a row for each method, verdict."""
         rows = [row for row in self.summary.rows if row[0] in self.shown]
         more = len(self.summary.rows) - len(rows)
         table = replace(self.summary, rows=rows).to_text()
@@ -119,8 +119,8 @@ class Report:
     Args:
         html: The page to open.
         paths: All files written, the page first.
-        sections: One for each experiment.
-        problems: Record files that were left out, and why.
+        sections: A section for each experiment.
+        problems: The record files that were left out, with reasons.
     """
 
     html: Path
@@ -130,7 +130,7 @@ class Report:
 
     @property
     def text(self) -> str:
-        """Return the lines for a terminal."""
+        """Return the report's text for a terminal."""
         lines = [line for section in self.sections for line in section.text()]
         counts = [len(runs) for section in self.sections for runs in section.experiment.methods.values()]
         return "\n".join([*lines, *([FEW_SEEDS_NOTE] if max(counts) < FEWEST_SEEDS else [])])
@@ -142,16 +142,16 @@ def write_report(folder: Path, *more: Path, out: Path | None = None) -> Report:
     Args:
         folder: A folder with runs, as `load_runs` takes it.
         more: Further folders of the same kind.
-        out: The folder to write to. None: the first one.
+        out: The folder to write to. None: the first folder.
 
-    Equal records give equal files. Raises `RecordError` if there is no run to report or nothing can be written, and
-    `MissingExtraError` without matplotlib.
+    Equal records give equal files. Raises `RecordError` if there is no run to report or the files cannot be written,
+    and `MissingExtraError` if matplotlib is missing.
     """
     require_matplotlib()
     runs = load_runs(folder, *more)
     sections = make_sections(runs.experiments)
     texts = {"report.html": render_page(sections, runs.problems), "report.md": render_markdown(sections, runs.problems)}
-    # JSON can hold halves of characters that UTF-8 cannot.
+    # JSON can contain lone surrogates, which UTF-8 cannot.
     contents = {name: text.encode("utf-8", "replace") for name, text in texts.items()}
     for section in sections:
         contents |= _files_of(section)
@@ -161,7 +161,7 @@ def write_report(folder: Path, *more: Path, out: Path | None = None) -> Report:
 
 
 def make_sections(experiments: Sequence[RecordedExperiment]) -> list[Section]:
-    """Return one section for each experiment, in order."""
+    """Return a section for each experiment, in order."""
     looks = looks_for(*(list(experiment.methods) for experiment in experiments))
     stems = file_stems([experiment.name for experiment in experiments])
     return [_section(experiment, stem, looks) for experiment, stem in zip(experiments, stems, strict=True)]
@@ -175,7 +175,7 @@ def _section(experiment: RecordedExperiment, stem: str, looks: Mapping[str, Look
     tables = [result_table(analysis), gains_table(analysis, gains), cost_table(analysis), memory_table(analysis)]
     first = [best.method if best else None, *(gain.result.method for gain in gains[:1]), experiment.settings.customary]
     drawings = [draw_panels(each.name, each.title, name, [each], each.caption, CHART_SIZE) for each in charts]
-    drawings += [draw_bars(each, name, BARS_NOTE) for each in list(bars.values())[:1]]  # in the first unit
+    drawings += [draw_bars(each, name, BARS_NOTE) for each in list(bars.values())[:1]]  # only the first unit
     return Section(
         experiment=experiment,
         stem=stem,
@@ -196,7 +196,7 @@ def _section(experiment: RecordedExperiment, stem: str, looks: Mapping[str, Look
 
 
 def _most_interesting(analysis: Analysis, first: Sequence[str | None]) -> list[str]:
-    """Return the methods to show if there is no room for all: some that must be there, then those that ended best."""
+    """Return the methods to show if there is no room for all: first the required ones, then the best ones."""
     sign = -1 if analysis.metric.higher_is_better else 1
     finals = {result.method: result.final_mean(analysis.metric.name) for result in analysis.methods}
     ranked = sorted(finals, key=lambda method: sign * value if (value := finals[method]) is not None else math.inf)
@@ -204,7 +204,7 @@ def _most_interesting(analysis: Analysis, first: Sequence[str | None]) -> list[s
 
 
 def file_stems(names: Sequence[str]) -> list[str]:
-    """Return names reduced to letters, digits and dashes, numbered where they would meet.
+    """Reduce names to letters, digits and dashes; number equal results.
 
     >>> file_stems(["cifar10", "../x", "--x"])
     ['cifar10', 'x', 'x-2']
@@ -236,7 +236,7 @@ def _files_of(section: Section) -> dict[str, bytes]:
 
 
 def _points(chart: Panel) -> Iterator[Sequence[object]]:
-    """Yield one row for each point of each line, with its place on every axis."""
+    """Yield a row for each point of each line, with its position on every axis."""
     yield ["line", *AXES, "mean", "standard_error", "trials"]
     for line in chart.lines:
         curve = line.curve
@@ -247,7 +247,7 @@ def _points(chart: Panel) -> Iterator[Sequence[object]]:
 
 
 def _arrivals(bars: Mapping[str, TargetBars]) -> Iterator[Sequence[object]]:
-    """Yield one row for each method and unit; empty cells if the target was not reached."""
+    """Yield a row for each method and unit, with empty cells if the target was not reached."""
     yield ["method", "unit", "target", "on_mean_metric", "fastest_trial", "slowest_trial", "reached", "trials"]
     for unit, each in bars.items():
         for method, arrival in each.arrivals.items():
@@ -257,7 +257,7 @@ def _arrivals(bars: Mapping[str, TargetBars]) -> Iterator[Sequence[object]]:
 
 
 def _write(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Write all of them or none: old files stay until every new one lies beside its place."""
+    """Write all files or none: old files stay until every new file is written beside its place."""
     scratch, name = {name: folder / f"{name}.tmp" for name in contents}, ""
     try:
         for name, content in contents.items():
@@ -273,7 +273,7 @@ def _write(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def render_markdown(sections: Sequence[Section], problems: Sequence[str]) -> str:
-    """Return the whole report; figures are linked relative to the report's folder."""
+    """Return the report as Markdown with relative links to figures."""
     blocks = ["# Report"]
     if problems:
         blocks += ["## Files left out", "\n".join(f"- {escape_markdown(problem)}" for problem in problems)]
@@ -290,18 +290,18 @@ def render_markdown(sections: Sequence[Section], problems: Sequence[str]) -> str
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
-# The page: nothing is fetched, only its own scripts may run, and text from records only ever appears as text
+# The page fetches nothing, runs only its own scripts, and shows text from records as text only
 
 
 @cache
 def asset(name: str) -> str:
-    """Return the text of a file that belongs to the page."""
+    """Return the text of one of the page's asset files."""
     return files("divebatch.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def render_page(sections: Sequence[Section], problems: Sequence[str]) -> str:
-    """Return the whole page."""
-    from jinja2 import Environment, StrictUndefined  # a fifth of a second, which other commands need not wait
+    """Return the report as an HTML page."""
+    from jinja2 import Environment, StrictUndefined  # takes a fifth of a second, which other commands save
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
@@ -365,7 +365,7 @@ def _line_data(line: Line, epochs: Floats) -> dict[str, Any]:
     return {
         **own,
         "label": line.label,
-        # Dash and gap in turn, in pixels.
+        # Dashes and gaps in turn, in pixels.
         "dash": [] if look.dashes == "solid" else [2 * length for length in look.dashes[1]],
         "width": line.width,
         "at": np.searchsorted(epochs, curve.epochs).tolist(),

@@ -1,4 +1,4 @@
-"""Make the tables of an experiment, as text, CSV and Markdown; notes say what is left out."""
+"""Make an experiment's tables as text, CSV and Markdown, with notes on what is left out."""
 
 import csv
 import html
@@ -22,23 +22,23 @@ from divebatch.report.load import RecordedExperiment, RecordedRun
 MISSING = "-"
 MEBIBYTE = 2**20
 MAX_VALUES = 4
-"""Number of different values of one setting that are listed; the rest is counted."""
+"""Most values of a setting that are listed; the rest is counted."""
 MAX_SIZES = 5
-"""Number of batch sizes that are listed one by one."""
+"""Most batch sizes that are listed one by one."""
 HIDDEN = frozenset({"seed", "trials", "name", "summary"})
-"""Settings that stand elsewhere: with the runs, or in the heading."""
+"""Settings that the report shows elsewhere: with the runs or in the heading."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Plain text in rows and columns; renderers escape what their format treats as special.
+    """A table of plain text, in which renderers escape the special characters of their format.
 
     Args:
-        name: Part of its file's name: without a dash, so that no two experiments' files can meet.
-        title: Its subject.
-        columns: Their headings.
-        rows: One cell for each column; the first one names the row.
-        notes: Sentences to be read with the numbers.
+        name: Part of the file's name; without a dash, so that two experiments' files differ.
+        title: The table's subject.
+        columns: The headings of the columns.
+        rows: Rows with a cell for each column; the first cell names the row.
+        notes: Sentences to read with the numbers.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Table:
     notes: list[str]
 
     def to_markdown(self) -> str:
-        """Return the table and its notes, without the title."""
+        """Return the table and its notes as Markdown, without the title."""
         lines = ["| " + " | ".join(map(escape_markdown, row)) + " |" for row in (self.columns, *self.rows)]
         notes = [f"- {escape_markdown(note)}" for note in self.notes]
         return "\n".join([lines[0], "|" + " --- |" * len(self.columns), *lines[1:], "", *notes]).strip()
 
     def to_text(self) -> list[str]:
-        """Return aligned lines for a terminal: first, second and last column to the left, numbers to the right."""
+        """Return aligned lines for a terminal, with the first, second and last columns left and numbers right."""
         cells = [self.columns, *self.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         left = {0, 1, len(widths) - 1}
@@ -68,7 +68,7 @@ class Table:
 
 
 def csv_text(rows: Iterable[Iterable[object]]) -> str:
-    """Return rows as CSV in which no cell is a formula."""
+    """Return rows as CSV in which no cell is a formula of a spreadsheet."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(map(_csv_cell, row) for row in rows)
     return text.getvalue()
@@ -77,14 +77,14 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
 def _csv_cell(cell: object) -> str:
     if isinstance(cell, float):
         return f"{cell:.9g}" if math.isfinite(cell) else ""
-    # A spreadsheet would run text that begins like a formula, also after spaces or with the wide forms of the signs.
+    # A spreadsheet would execute text that begins like a formula, even after spaces or with full-width signs.
     text = "" if cell is None else str(cell)
     plain = unicodedata.normalize("NFKC", text)
     return f"'{text}" if re.match(r"\s*[=+@]|[\t\r\n]|\s*-.*[^\d.]", plain) else text
 
 
 def escape_markdown(text: str) -> str:
-    """Return text on one line without tags and markup.
+    """Escape tags and markup in a text, and put it on one line.
 
     >>> print(escape_markdown("<b> a|b"))
     &lt;b&gt; a\\|b
@@ -97,7 +97,7 @@ def escape_markdown(text: str) -> str:
 
 
 def with_error(average: Average | None, *, percent: bool = False) -> str:
-    """Return mean ± standard error, at least to the error's second digit; the mean alone for a single trial.
+    """Format mean ± standard error with at least two digits of the error; a single trial gives the mean alone.
 
     >>> with_error(Average(0.51234, 0.02, 4)), with_error(Average(0.98764, 0.002, 4), percent=True)
     ('0.5123 ± 0.0100', '98.76 ± 0.10')
@@ -116,7 +116,7 @@ def with_error(average: Average | None, *, percent: bool = False) -> str:
 
 
 def size_range(first: float | None, last: float | None) -> str:
-    """Return two sizes in samples, rounded; one if they are equal.
+    """Format two sizes in samples, rounded; equal sizes appear once.
 
     >>> size_range(128.0, 5028.4), size_range(128.0, 128.0)
     ('128 -> 5028', '128')
@@ -137,7 +137,7 @@ def _seconds(value: float | None) -> str:
 
 
 def size_in_words(experiment: RecordedExperiment) -> str:
-    """Return for instance `20 epochs, 2 seeds`."""
+    """Return the experiment's size as text like `20 epochs, 2 seeds`."""
     counts = sorted({len(runs) for runs in experiment.methods.values()})
     seeds = " to ".join(str(count) for count in dict.fromkeys([counts[0], counts[-1]]))
     epochs = f"{experiment.length} epoch{'s' * (experiment.length != 1)}"
@@ -145,10 +145,10 @@ def size_in_words(experiment: RecordedExperiment) -> str:
 
 
 def about(experiment: RecordedExperiment) -> str:
-    """Return the summary of the configuration, and models that it does not name; empty if there is none."""
+    """Return the configured summary, plus the models that the summary does not name; empty if there is no summary."""
     texts = {str(run.header.config.get("summary", "")) for run in experiment.runs}
     summary = texts.pop().rstrip(".") if len(texts) == 1 else ""
-    # The summary is that of the experiment as planned; `--model` may have put another network in.
+    # The summary describes the experiment's file; `--model` may have replaced the network.
     models = sorted({kind for run in experiment.runs if (kind := run.kind_of("model")) is not None})
     unnamed = [model for model in models if _letters(model) not in _letters(summary)]
     return f"{summary} ({', '.join(unnamed)})" if unnamed and summary else summary
@@ -159,7 +159,7 @@ def _letters(text: str) -> str:
 
 
 def summary_table(analysis: Analysis, gains: Sequence[Gain]) -> Table:
-    """Make the small table: one row a method, with a note in a few words."""
+    """Make the summary table, with a row and a short note for each method."""
     metric, best = analysis.metric, best_fixed(analysis)
     unit = " %" * metric.is_accuracy
     rows = []
@@ -195,7 +195,7 @@ def stage_epochs(length: int) -> list[int]:
 
 
 def result_table(analysis: Analysis) -> Table:
-    """Make the paper's Table 1: the metric at four stages, mean ± standard error, and the way to both targets."""
+    """Make the paper's Table 1: the metric at four stages as mean ± standard error, and the way to both targets."""
     experiment, metric = analysis.experiment, analysis.metric
     epochs = stage_epochs(experiment.length)
     other = Metric() if metric.name == "val_loss" else LOSS
@@ -223,7 +223,7 @@ def _final(result: MethodResult, metric: Metric, length: int) -> Average | None:
 
 
 def _way(result: MethodResult, metric: Metric, way: Mapping[str, Arrival]) -> str:
-    """Return seconds and epoch, for instance `1566 s (96)`."""
+    """Return seconds and epoch as text like `1566 s (96)`."""
     if not way or not len(result.curve(metric.name).measured().epochs):
         return MISSING
     epoch, time = way["epochs"].value, way["seconds"].value
@@ -283,7 +283,7 @@ def _trial_notes(analysis: Analysis) -> Iterator[str]:
 
 
 def diverged_note(result: MethodResult, analysis: Analysis) -> str:
-    """Return how many trials diverged, and over which the mean loss is then taken."""
+    """Return a note on the number of diverged trials and on the trials in the mean loss."""
     start = f"{result.method}: {result.num_diverged} of {len(result.trials)} trials diverged"
     final = _final(result, LOSS, analysis.experiment.length)
     over = f"the final loss is a mean over {final.num_trials} that did not" if final else "there is no final loss"
@@ -294,7 +294,7 @@ def diverged_note(result: MethodResult, analysis: Analysis) -> str:
 
 
 def gains_table(analysis: Analysis, gains: Sequence[Gain]) -> Table | None:
-    """Make the table of adaptive methods against fixed batches; None without gains."""
+    """Make the table of adaptive methods against fixed batches; None: there are no gains."""
     if not gains:
         return None
     rows = [
@@ -343,7 +343,7 @@ def _gain_notes(analysis: Analysis) -> Iterator[str]:
 
 
 def cost_table(analysis: Analysis) -> Table:
-    """Make the table of steps, samples, seconds and memory at the end of the trials that count, means over trials."""
+    """Make the table of steps, samples, seconds and memory at the end of the counting trials, averaged over trials."""
     cells: dict[str, Callable[[MethodResult], str]] = {
         "batch size, first -> largest": lambda r: size_range(r.first_batch_size, r.largest_batch_size),
         "steps": lambda result: _number(result.final_mean("steps"), ".0f"),
@@ -365,7 +365,7 @@ def _scaled(value: float | None, scale: float) -> float | None:
 
 
 def _samples_per_second(result: MethodResult) -> float | None:
-    """Return the mean over the runs that were timed."""
+    """Return the samples per second, averaged over timed runs."""
     last = [run.last for run in result.runs if run.last]
     known = [record.samples / record.train_seconds for record in last if record.train_seconds]
     return fmean(known) if known else None
@@ -394,9 +394,9 @@ def _cost_notes(analysis: Analysis) -> Iterator[str]:
 
 
 def memory_table(analysis: Analysis) -> Table | None:
-    """Make the paper's memory table: memory of each method, beside fixed batches of the same sizes.
+    """Make the paper's memory table: the memory of each method beside that of fixed batches of the same sizes.
 
-    None if no run on a GPU recorded its memory: a CPU's records hold the whole process's peak.
+    None: no run on a GPU recorded memory; on a CPU, records have the peak of the whole process.
     """
     epochs = {result.method: _epochs_with_memory(result.runs) for result in analysis.methods}
     peaks: dict[int, list[float]] = defaultdict(list)
@@ -446,7 +446,7 @@ def _memory_ratio(epochs: Sequence[EpochRecord], expected: Mapping[int, float]) 
 
 
 def _listed_sizes(epochs: Sequence[EpochRecord]) -> str:
-    """Return every size if there are few, else how many and between which."""
+    """Return every size if there are few, or else their number and range."""
     sizes = sorted({record.batch_size for record in epochs})
     if len(sizes) <= MAX_SIZES:
         return ", ".join(map(str, sizes))
@@ -457,7 +457,7 @@ def _listed_sizes(epochs: Sequence[EpochRecord]) -> str:
 
 
 def settings_json(experiment: RecordedExperiment) -> str:
-    """Return settings, versions and hardware that all runs share, and by method what differs, as JSON."""
+    """Return as JSON the settings, versions and hardware that all runs share, and each method's differences."""
     flat = {method: [_flat(_settings_of(run)) for run in runs] for method, runs in experiment.methods.items()}
     blocks: dict[str, dict[str, Any]] = {"all runs": {}, **{method: {} for method in flat}}
     for key in dict.fromkeys(key for group in flat.values() for run in group for key in run):
@@ -468,7 +468,7 @@ def settings_json(experiment: RecordedExperiment) -> str:
         else:
             for method, value in by_method.items():
                 blocks[method] |= {} if value is None else {key: value}
-    # What all share line by line, then a line for each method.
+    # Shared settings line by line, then a line for each method.
     shared = json.dumps(blocks.pop("all runs"), indent=4, ensure_ascii=False)
     lines = [f"{json.dumps(name)}: {json.dumps(block, ensure_ascii=False)}" for name, block in blocks.items()]
     return "{\n" + ",\n".join([f'"all runs": {shared}', *lines]) + "\n}"
@@ -482,7 +482,7 @@ def _settings_of(run: RecordedRun) -> dict[str, Any]:
 
 
 def _distinct(group: Sequence[Mapping[str, Any]], key: str) -> Any:
-    """Return the value, or a list of the first that occur."""
+    """Return the common value, or a list of the first different values."""
     values = [json.loads(text) for text in dict.fromkeys(json.dumps(run.get(key)) for run in group)]
     if len(values) == 1:
         return values[0]
@@ -490,7 +490,7 @@ def _distinct(group: Sequence[Mapping[str, Any]], key: str) -> Any:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings as dotted keys."""
+    """Return nested settings with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

@@ -1,4 +1,4 @@
-"""Ways to raise or lower the diversity on purpose, for experiments; the library knows nothing of them."""
+"""Ways to raise or lower the diversity on purpose, for experiments; the library does not depend on them."""
 
 from divebatch.research.langevin import LangevinNoise
 from divebatch.research.quantized import QuantizedGradients

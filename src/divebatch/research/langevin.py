@@ -11,29 +11,30 @@ from divebatch.data.order import checked_seed, mixed_seed
 from divebatch.errors import ArgumentError, CheckpointError
 
 DRAWS = 0x53474C44
-"""Keeps these draws apart from others that are made from the same seed."""
+"""A number that separates these draws from others with the same seed."""
 
 
 class LangevinNoise:
-    """One normal draw of variance 2 * lr * temperature on each weight, after each step of an optimizer.
+    """Normal noise of variance 2 * lr * temperature on each weight, after each step of an optimizer.
 
-    With plain SGD that is stochastic gradient Langevin dynamics (Welling and Teh 2011): weights wander as if drawn from
-    exp(-loss / temperature), up to the noise of the gradients and the length of the steps. `lr` is the rate that the
-    step used, in each parameter group. One draw a step is enough: noise on each sample's gradient has the same law.
+    With plain SGD this is stochastic gradient Langevin dynamics (Welling and Teh 2011): weights wander as if drawn from
+    exp(-loss / temperature), up to gradient noise and step length. `lr` is the learning rate of the step, in each
+    parameter group. One draw a step is enough, because noise on each sample's gradient has the same distribution.
 
-    The draws depend on (seed, step) alone, so all ranks draw alike and keep equal weights. Steps inside recorded or
-    compiled code are seen by no hook and get no noise.
+    The draws depend only on (seed, step), so all ranks draw alike and keep equal weights. Steps inside recorded or
+    compiled code call no hook and get no noise.
 
-    The noise is on the weights and not on the gradients, so estimators that look at one step at a time (`split`,
-    `per-sample`, `ranks`, `oracle`) see the data alone. `moments` compares gradients of successive steps, between which
-    the noise moves the weights. With v = 2 * lr * temperature * tr(H^2), b the batch size and H the Hessian, tr(Sigma)
-    comes out too large by b * v if it compares pairs, and too small by (1 / m - 1) * b * v if momentum m lets it
-    extrapolate, to first order. `trajectory` sums gradients along the way, which the noise makes longer.
+    The noise is on the weights, not on the gradients, so estimators that look at one step at a time (`split`,
+    `per-sample`, `ranks`, `oracle`) see only the data. `moments` compares gradients of successive steps, between which
+    the noise moves the weights. Let v = 2 * lr * temperature * tr(H^2), with batch size b and Hessian H. To first
+    order, tr(Sigma) is too large by b * v if `moments` compares pairs. If momentum m lets `moments` extrapolate,
+    tr(Sigma) is too small by (1 / m - 1) * b * v. `trajectory` sums gradients along the path, which the noise makes
+    longer.
 
     Args:
         optimizer: The optimizer whose steps are followed by noise; any number of parameter groups.
-        temperature: The temperature, in units of the loss; 0 adds nothing.
-        seed: Determines the draws.
+        temperature: The temperature, in units of the loss; 0 adds no noise.
+        seed: The seed of the draws.
     """
 
     def __init__(self, optimizer: Optimizer, *, temperature: float, seed: int = 0) -> None:
@@ -46,9 +47,9 @@ class LangevinNoise:
             )
         self.temperature, self.seed = temperature, checked_seed(seed)
         self.steps = 0
-        """Steps that were followed by noise."""
+        """Number of steps that were followed by noise."""
         self._handle = optimizer.register_step_post_hook(self._after_step)
-        # First of all hooks: a controller's, whenever it was made, puts the schedule's own rate back after the step.
+        # First of all hooks: a controller's hook restores the schedule's own rate after the step.
         optimizer._optimizer_step_post_hooks.move_to_end(self._handle.id, last=False)  # type: ignore[attr-defined]
 
     def close(self) -> None:
@@ -70,12 +71,12 @@ class LangevinNoise:
         for group in optimizer.param_groups:
             deviation = (2 * torch.as_tensor(group["lr"]) * self.temperature) ** 0.5
             for parameter in group["params"]:
-                if parameter.grad is not None:  # the step leaves the others alone, too
+                if parameter.grad is not None:  # the step leaves the others unchanged, too
                     parameter.add_(self._draw(parameter, generators) * deviation.to(parameter))
         self.steps += 1
 
     def _draw(self, parameter: Tensor, generators: dict[torch.device, torch.Generator]) -> Tensor:
-        if hasattr(parameter, "full_tensor"):  # a DTensor, of FSDP2
+        if hasattr(parameter, "full_tensor"):  # a DTensor of FSDP2
             raise ArgumentError("LangevinNoise needs whole parameters, and FSDP2 has sharded these: use DDP")
         device = parameter.device
         if device not in generators:
@@ -83,11 +84,11 @@ class LangevinNoise:
         return torch.randn(parameter.shape, generator=generators[device], device=device, dtype=parameter.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what determines the next draws."""
+        """Return the state that determines the next draws."""
         return {"seed": self.seed, "temperature": self.temperature, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with saved draws."""
+        """Continue the draws of a saved state."""
         if state["temperature"] != self.temperature:
             raise CheckpointError(
                 f"LangevinNoise.temperature is {state['temperature']} in the checkpoint, and {self.temperature} here"

@@ -1,4 +1,4 @@
-"""Gradients rounded at random to a few levels (QSGD): fewer bits to send, and noise that raises the diversity."""
+"""Random rounding of gradients to a few levels (QSGD), which saves bits and adds noise that raises the diversity."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,30 +16,30 @@ from divebatch.data.order import checked_seed, mixed_seed
 from divebatch.errors import ArgumentError, CheckpointError, UsageError
 
 DRAWS = 0x51534744
-"""Keeps these draws apart from others that are made from the same seed."""
+"""A number that separates these draws from others with the same seed."""
 NUMBER_BITS = 32
-"""Bits of a norm, and of a count of entries."""
+"""Bits of a norm or of a count of entries."""
 
 
 class Rounded(NamedTuple):
-    """A vector rounded at random."""
+    """A randomly rounded vector."""
 
     value: Tensor
     variance: Tensor
-    """E||value - vector||^2 over the draws, exactly; in float64."""
+    """The exact E||value - vector||^2 over the draws, in float64."""
     nonzeros: Tensor
-    """Entries of `value` that are not zero."""
+    """Number of nonzero entries of `value`."""
 
 
 def rounded(vector: Tensor, levels: int, draws: Tensor) -> Rounded:
-    """Round each entry to one of the two neighbours among the multiples of ||vector|| / levels.
+    """Round each entry of a vector to one of the two neighbouring multiples of ||vector|| / levels.
 
-    With a = levels * |v_j| / ||v|| and p = a - floor(a), an entry goes to the upper one if its draw is below p. The
-    mean is then v, and the variance ||v||^2 / levels^2 * sum_j p_j (1 - p_j).
+    With a = levels * |v_j| / ||v|| and p = a - floor(a), an entry goes to the upper neighbour if its draw is below p.
+    The mean is then v, and the variance ||v||^2 / levels^2 * sum_j p_j (1 - p_j).
 
     Args:
         vector: A tensor of any shape.
-        levels: Levels above zero.
+        levels: Number of levels above zero.
         draws: Uniform draws in [0, 1), one for each entry.
     """
     exact = vector.detach().to(torch.promote_types(vector.dtype, torch.float32))
@@ -55,10 +55,10 @@ def rounded(vector: Tensor, levels: int, draws: Tensor) -> Rounded:
 
 
 def bits_to_send(entries: int, nonzeros: Tensor, levels: int) -> Tensor:
-    """Count the bits of a rounded vector: its norm, one bit for which of two forms follows, and the shorter form.
+    """Count the bits of a rounded vector: its norm, one bit to name a form, and the shorter of two forms.
 
-    One form has the signed level of each entry, in ceil(log2(2 * levels + 1)) bits. The other has the number of
-    nonzero entries, and the place, sign and level of each of them.
+    One form has the signed level of each entry, in ceil(log2(2 * levels + 1)) bits. The other form has the number of
+    nonzero entries, and the place, sign and level of each.
     """
     of_all = entries * (2 * levels).bit_length()
     of_some = NUMBER_BITS + nonzeros * ((entries - 1).bit_length() + 1 + (levels - 1).bit_length())
@@ -68,22 +68,22 @@ def bits_to_send(entries: int, nonzeros: Tensor, levels: int) -> Tensor:
 class QuantizedGradients:
     """Random rounding of gradients to `levels` levels, without bias: QSGD (Alistarh et al. 2017).
 
-    `attach(model)` starts it. In one process each backward pass's own gradients are rounded before they are added to
-    `.grad`, so each micro-batch is rounded by itself. Under DistributedDataParallel each rank rounds what it is about
-    to send, and all ranks get the mean, so their weights stay equal. Each parameter's gradient is a vector with a norm
-    of its own.
+    `attach(model)` starts the rounding. In one process, each backward pass's gradients are rounded before they are
+    added to `.grad`, so each micro-batch is rounded separately. Under DistributedDataParallel, each rank rounds the
+    gradients that it sends, and all ranks get the mean, so their weights remain equal. Each parameter's gradient is a
+    vector with its own norm.
 
-    Estimators do not know of the rounding. Those that look at backward passes (`split`, `per-sample`, `trajectory`,
-    `oracle`) see gradients before they are rounded in one process. `moments` looks at steps, so the noise is part of
-    the tr(Sigma) that it measures. `ranks` compares gradients from before and after, and its estimate is wrong.
+    Estimators do not know of the rounding. In one process, estimators that look at backward passes (`split`,
+    `per-sample`, `trajectory`, `oracle`) see gradients before the rounding. `moments` looks at steps, so its tr(Sigma)
+    includes the noise. `ranks` compares gradients from before and after the rounding, so its estimate is wrong.
 
-    The draws depend on the seed, the rank, the parameter and how often it was rounded, not on the order in which
-    gradients arrive. Save `state_dict()` for an exact resume. Bits are counted as an encoder would send them
-    (`bits_to_send`); DDP still sends every entry in full.
+    The draws depend on the seed, the rank, the parameter and the number of its roundings, not on the order in which
+    gradients arrive. Save `state_dict()` for an exact resume. Bits are counted for an encoder (`bits_to_send`); DDP
+    still sends every entry in full.
 
     Args:
-        levels: Levels above zero, at least 1. One level keeps signs and a norm; more levels keep more.
-        seed: Determines the draws.
+        levels: Number of levels above zero, at least 1. One level keeps signs and a norm; more levels keep more.
+        seed: The seed of the draws.
 
     >>> quantize = QuantizedGradients(1, seed=0)
     >>> quantize(torch.tensor([3.0, 0.0, -4.0]))  # multiples of the norm, 5
@@ -96,7 +96,7 @@ class QuantizedGradients:
         require_count("levels", levels)
         self.levels, self.seed = levels, checked_seed(seed)
         self._draws: dict[int, int] = defaultdict(int)
-        """Draws from each stream so far."""
+        """Number of draws from each stream so far."""
         self._bits, self._variance, self._bits_unrounded = _Sum(), _Sum(), 0
         self._generators: dict[torch.device, torch.Generator] = {}
         self._rank = 0
@@ -106,7 +106,7 @@ class QuantizedGradients:
         self._endings: list[Callable[[], None]] = []
 
     def __call__(self, tensor: Tensor, *, stream: int = 0) -> Tensor:
-        """Return `tensor` rounded, as one vector. Each stream has its own draws."""
+        """Return `tensor` rounded as a vector; each stream has its own draws."""
         if tensor.is_sparse or tensor.is_complex():
             raise ArgumentError(f"QuantizedGradients takes dense real gradients, got {tensor.layout}, {tensor.dtype}")
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -128,23 +128,23 @@ class QuantizedGradients:
 
     @property
     def variance_added(self) -> float:
-        """E||Q(v) - v||^2, exactly, summed over all vectors rounded so far."""
+        """The exact E||Q(v) - v||^2, summed over all vectors rounded so far."""
         return self._variance.read()
 
     @property
     def bits_sent(self) -> float:
-        """Bits that an encoder would have sent for all that was rounded here, on this rank."""
+        """Number of bits that an encoder would have sent for all vectors rounded on this rank."""
         return self._bits.read()
 
     @property
     def bits_unrounded(self) -> int:
-        """Bits of the same gradients in full."""
+        """Number of bits of the same gradients without rounding."""
         return self._bits_unrounded
 
     def attach(self, model: nn.Module) -> Self:
-        """Round the gradients of `model` from its next backward pass on, until `close` or the end of a with block."""
+        """Round the gradients of `model` from the next backward pass until `close` or the end of a with block."""
         if self._endings:
-            raise UsageError("these QuantizedGradients are attached to a model already: make others for each")
+            raise UsageError("these QuantizedGradients are attached to a model already: make new ones for each")
         streams = _streams_of(model)
         if isinstance(model, DistributedDataParallel):
             self._group, self._rank = model.process_group, dist.get_rank(model.process_group)
@@ -154,7 +154,7 @@ class QuantizedGradients:
             return self
         _require_one_process()
         for parameter, stream in streams.items():
-            # The very last place before `.grad`: hooks on the parameter, which estimators use, come before it.
+            # The last place before `.grad`, after hooks on the parameter, which estimators use.
             node = get_gradient_edge(parameter).node
             handle = node.register_prehook(partial(self._before_adding, stream))
             self._endings.append(partial(_remove, handle, node))
@@ -174,11 +174,11 @@ class QuantizedGradients:
     def _before_adding(self, stream: int, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if gradients[0] is None:
             return None
-        _require_one_process()  # a model may be wrapped after it was attached to
+        _require_one_process()  # the model may have been wrapped after `attach`
         return (self(gradients[0], stream=stream),)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's numbers of draws, which determine the next ones, and its counts."""
+        """Return this rank's numbers of draws, which determine the next draws, and its sums."""
         return {
             "levels": self.levels,
             "seed": self.seed,
@@ -189,7 +189,7 @@ class QuantizedGradients:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with saved draws."""
+        """Continue the draws and sums of a saved state."""
         if state["levels"] != self.levels:
             raise CheckpointError(
                 f"QuantizedGradients.levels is {state['levels']} in the checkpoint, and {self.levels} in this run"
@@ -200,7 +200,7 @@ class QuantizedGradients:
 
 
 def _remove(handle: Any, node: Any) -> None:
-    """Remove a hook of an autograd node; a node that nobody holds would be made anew, without the hook."""
+    """Remove a hook of an autograd node; `node` keeps the node alive, or autograd would make a new node."""
     handle.remove()
 
 
@@ -208,7 +208,7 @@ def _comm_hook(
     state: QuantizedGradients,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP checks the annotations
 ) -> torch.futures.Future[Tensor]:
-    """Round this rank's gradients in one of DDP's buckets, then average over ranks."""
+    """Round this rank's gradients in a bucket of DDP, then average the bucket over ranks."""
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         if parameter in state._streams:
             gradient.copy_(state(gradient, stream=state._streams[parameter]))
@@ -219,7 +219,7 @@ def _comm_hook(
 
 
 class _Sum:
-    """A sum of numbers that stay on their devices until it is read."""
+    """A sum of numbers that stay on their devices until the sum is read."""
 
     def __init__(self, before: float = 0.0) -> None:
         self._before = before
@@ -234,17 +234,17 @@ class _Sum:
 
 
 def _streams_of(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Number the trainable parameters among all of the model's, so that freezing some renumbers none."""
+    """Number the trainable parameters among all parameters, so that freezing some renumbers none."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     streams = {each: number for number, each in enumerate(inner.parameters()) if each.requires_grad}
-    if not streams or any(hasattr(each, "full_tensor") for each in streams):  # a DTensor, of FSDP2
+    if not streams or any(hasattr(each, "full_tensor") for each in streams):  # a DTensor of FSDP2
         what = "FSDP2 has sharded its parameters" if streams else "it has no trainable parameter"
         raise ArgumentError(f"QuantizedGradients cannot work on this {type(model).__name__}: {what}")
     return streams
 
 
 def _require_one_process() -> None:
-    """Raise if ranks train together: what a rank rounds is what DDP is about to send."""
+    """Raise if ranks train together, because then only DDP's buckets may be rounded."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ArgumentError(
             f"{dist.get_world_size()} ranks train together, and QuantizedGradients are attached to the model of one of "

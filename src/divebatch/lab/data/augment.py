@@ -178,7 +178,7 @@ def _inside(places: Tensor, length: Tensor) -> Tensor:
 
 
 def _sample(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return `images` at all pairs of each sample's `rows` and `columns`, in pixel coordinates."""
+    """Sample each image at all pairs of its `rows` and `columns`, in pixel coordinates."""
     side = images.shape[1]
     grid = torch.stack(torch.broadcast_tensors(columns[:, None, :], rows[:, :, None]), dim=-1)
     grid = (2 * grid + 1) / side - 1  # -1 and 1 are the outer edges

@@ -46,7 +46,7 @@ class DataSplit:
     num_classes: int = 1
     """Number of classes or tokens; 1 for a single logit."""
     fingerprint: str = ""
-    """A hash of all samples: equal for equal data."""
+    """A hash of all samples, equal for equal data."""
 
 
 def drawing(loader: AdaptiveLoader, sampler: Sampler[int]) -> AdaptiveLoader:

@@ -18,7 +18,7 @@ from divebatch.lab.step import compiled
 AUGMENTATION = 4
 """The purpose of augmentation's random numbers, different from all other purposes."""
 Batch = tuple[Tensor, Tensor]
-"""Inputs and targets."""
+"""A pair of inputs and targets."""
 COMPILED_WITH = 256
 """Number of samples in the compiled example; the code serves any number, but is optimised for this one."""
 
