@@ -54,7 +54,7 @@ def test_every_argument_of_an_adapter_is_listed(framework: str, name: str) -> No
 SOURCE = Path(__file__).parents[1] / "src" / "divebatch"
 QUESTION = re.compile(r"\s*(What|Where|Who|How|Of|Those)\b")
 UNWANTED = re.compile(r"\b(goes by|go by|in force|tells|stands in|goes on|so many)\b")
-QUESTIONS_LEFT, UNWANTED_LEFT = 11, 6
+QUESTIONS_LEFT, UNWANTED_LEFT = 1, 0
 """Texts still to be written anew: lower these with each that is, and never raise them."""
 
 

@@ -182,8 +182,9 @@ class Controller:
         self._training = {context.require_optimizer("a controller"), *context.other_optimizers}
         self._undo = [loader.observe(self._on_batch)]
         for each in self._rates.couplings:
-            self._undo.append(each.register_step_pre_hook(self._on_step).remove)
-            self._undo.append(each.register_step_post_hook(self._after_step).remove)
+            # A compiled step runs the hooks as they are. The optimizer has loaded the compiler already.
+            self._undo.append(each.register_step_pre_hook(torch.compiler.disable(self._on_step)).remove)
+            self._undo.append(each.register_step_post_hook(torch.compiler.disable(self._after_step)).remove)
         if loss_reduction != "weighted" and not loader.ranks.is_alone:
             reduction = context.loss_reduction
             self._undo.append(weigh_gradients(model, lambda: loader.rank_shard.weight_for(reduction)))
@@ -235,10 +236,8 @@ class Controller:
         event = self._begin_step(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            if event is not None:
-                self._rates.look_at_gradients(optimizer)
-                if self._at_work is not None:
-                    self._at_work.on_step(event, optimizer)
+            if event is not None and (self._at_work is not None or self._rates.may_be_sum is not None):
+                self._see_gradients(event, optimizer)
             return None
 
         def followed() -> Any:
@@ -247,14 +246,18 @@ class Controller:
             result = closure()
             coupling.look()  # the closure may have written a rate
             coupling.put_in_force()
-            if event is not None:  # now the gradients are there
-                self._rates.look_at_gradients(optimizer)
-                if self._at_work is not None:
-                    self._at_work.on_step(event, optimizer)
+            if event is not None and (self._at_work is not None or self._rates.may_be_sum is not None):
+                self._see_gradients(event, optimizer)
             event = None  # line searches call the closure again, at other weights
             return result
 
         return ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
+
+    def _see_gradients(self, event: StepEvent, optimizer: Optimizer) -> None:
+        if self._rates.may_be_sum is not None:
+            self._rates.look_at_gradients(optimizer)
+        if self._at_work is not None:
+            self._at_work.on_step(event, optimizer)
 
     def _begin_step(self, optimizer: Optimizer) -> StepEvent | None:
         """Count the step and set its rates; return the event if the optimizer trains the model."""
@@ -283,9 +286,6 @@ class Controller:
         coupling = self._rates.couplings.get(optimizer)
         if coupling is not None and (coupling.undo or self._rates.schedules):
             self._rates.after_step(coupling, self._samples)
-
-    # A compiled optimizer step runs these hooks uncompiled: they read Python objects, which no graph can hold.
-    _on_step._torchdynamo_disable = _after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def step(self, *, loss: float | None = None) -> EpochRecord:
         """Measure the finished epoch, decide, and apply the decision; return the record of both.

@@ -337,7 +337,8 @@ class LrCoupling:
     def put_back(self) -> None:
         """Restore the own values, except where the step itself wrote a value."""
         for group, name, own, put in self.undo:
-            if group[name] is put:
+            # A compiled step may leave an equal number as another object.
+            if (now := group[name]) is put or (isinstance(put, float) and now == put):
                 group[name] = _own_again(own, put)
         self.undo.clear()
         if isinstance(self._own, Tensor):
@@ -645,6 +646,8 @@ def schedules_of(
 
 BEFORE, FEWEST = 16, 4
 """The most and the fewest steps before a change of the batch size that the first step after it is compared with."""
+EVERY = 8
+"""Steps between two looks: a norm takes microseconds."""
 ENOUGH_GROWTH = 4
 """How much larger a batch must be to tell a sum from a mean."""
 SUM_FROM, SUM_TO = 0.25, 3
@@ -667,13 +670,16 @@ class GradientGrowth:
         self._parameter: Tensor | None = None
         self._norms: deque[Tensor] = deque(maxlen=BEFORE)
         """Norms of its gradients at the last steps with the current size."""
-        self._ratio = 1.0
-        """The change of the batch size since then."""
+        self._ratio, self._steps = 1.0, 0
+        """The change of the batch size since then, and the steps so far."""
         self.batch = self.gradient = 1.0
         """The growth of the batch and of the mean square so far, over all changes that could be compared."""
 
     def see(self) -> None:
-        """Look at the gradient of the step that begins."""
+        """Look at the gradient of the step that begins: at the first steps with a size, then at one in EVERY."""
+        self._steps += 1
+        if self._ratio == 1 and len(self._norms) >= FEWEST and self._steps % EVERY:
+            return
         if self._parameter is None or self._parameter.grad is None:
             groups = self.optimizer.param_groups
             there = [p for group in groups for p in group["params"] if p.grad is not None and not is_sharded(p)]
@@ -746,7 +752,7 @@ class Rates:
         """The rate of the first step since `mark`; before that step, the rate expected for it."""
         self._needs_noise = not BY_NOISE.isdisjoint(kinds)
         growing = [o for o, each in self.couplings.items() if each.kind != "none" and not isinstance(o, _ADAM_LIKE)]
-        self._may_be_sum = GradientGrowth(growing[0]) if growing and loss_reduction == "mean" else None
+        self.may_be_sum = GradientGrowth(growing[0]) if growing and loss_reduction == "mean" else None
         """The evidence for a summed loss; None: the reduction was passed, makes no difference, or is known by now."""
 
     @property
@@ -823,8 +829,8 @@ class Rates:
         if batch_size != self.batch_size:
             for schedule in self.schedules:
                 schedule.resize()
-            if self._may_be_sum is not None:
-                self._may_be_sum.change(batch_size / self.batch_size)
+            if self.may_be_sum is not None:
+                self.may_be_sum.change(batch_size / self.batch_size)
         for coupling in self.couplings.values():
             if coupling.undo:
                 coupling.put_back()
@@ -839,7 +845,7 @@ class Rates:
 
     def look_at_gradients(self, optimizer: Optimizer) -> None:
         """Warn, once, if the gradients of a step have grown about as much as the batch, as those of a sum do."""
-        growth = self._may_be_sum
+        growth = self.may_be_sum
         if growth is None or growth.optimizer is not optimizer:
             return
         growth.see()
@@ -847,7 +853,7 @@ class Rates:
             return
         is_sum = SUM_FROM < math.log(growth.gradient) / math.log(growth.batch) < SUM_TO
         if is_sum or growth.batch >= ENOUGH_GROWTH**2:
-            self._may_be_sum = None
+            self.may_be_sum = None
         if is_sum:
             warn_user(
                 f"the gradients have grown by about as much as the batch, {self.first_batch_size} -> {self.batch_size} "

@@ -127,7 +127,9 @@ class Traffic(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_steps_neither_read_from_the_device_nor_send_to_it(case: str):
+def test_steps_neither_read_from_the_device_nor_send_to_it(case: str, monkeypatch: pytest.MonkeyPatch):
+    for module in ("accumulators", "meter"):  # as if the tensors here were on another device
+        monkeypatch.setattr(f"divebatch.norms.{module}.is_at_hand", lambda tensor: False)
     model, loader, estimator = mlp(), AdaptiveLoader(DATA, 4, seed=0), CASES[case]()
     optimizer = sgd(model)
     attach(estimator, context(model, loader, optimizer))

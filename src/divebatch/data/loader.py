@@ -190,7 +190,8 @@ class AdaptiveLoader:
         self._reseed(drawn_seed(generator) if seed is None else checked_seed(seed))
         self._source = self._make_source(self._settings, drop_last=drop_last)
         self.epoch, self.batches_delivered, self.samples_delivered, self.local_samples_delivered = 0, 0, 0, 0
-        self._mark_step()
+        self._at_last_step = 0, 0, 0
+        """Batches, samples and local samples delivered before the last optimizer step."""
         self.current: EpochProgress | None = None
         """The epoch that began last, until its end; also an epoch that was left early, or comes from a saved state."""
         self._finished: EpochProgress | None = None
@@ -464,8 +465,8 @@ class AdaptiveLoader:
     def since_last_step(self) -> tuple[int, int, int]:
         """Return the batches, samples and this rank's samples delivered in this epoch since the last call."""
         batches, samples, local = self._at_last_step
-        self._mark_step()
-        now = self._at_last_step
+        now = self.batches_delivered, self.samples_delivered, self.local_samples_delivered
+        self._at_last_step = now
         return now[0] - batches, now[1] - samples, now[2] - local
 
     def _mark_step(self) -> None:

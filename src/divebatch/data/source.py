@@ -36,9 +36,10 @@ class TensorSource:
     ) -> Iterator[list[Tensor]]:
         """Deliver lists of tensors, as torch's default collate makes of tuples."""
         indices = self._on_device(order)
+        needs_long = self._are_numbers or any(tensor.is_sparse for tensor in self.tensors)
         # One index operation per batch: a DataLoader would fetch and collate sample by sample.
         for place in places:
-            batch = indices[place].long()  # for sparse tensors, index_select needs int64
+            batch = indices[place].long() if needs_long else indices[place]
             # A batch of sample numbers is a slice of the order itself.
             yield [batch] if self._are_numbers else [tensor.index_select(0, batch) for tensor in self.tensors]
 

@@ -134,12 +134,15 @@ def _alive(reference: "weakref.ref[Tensor]") -> Tensor:
     return tensor
 
 
+_NONE = torch.zeros(0)
+
+
 @dataclass(slots=True, weakref_slot=True)
 class MeasuredPass:
     """One backward pass as an engine sees it, running or finished."""
 
     mode: str = "exact"
-    sq_norms: Tensor = field(default_factory=lambda: torch.zeros(0))
+    sq_norms: Tensor = _NONE
     """Squared norms (B,) after the pass, in the scale of its loss; of a compiled pass their sum in float64."""
     variances: Tensor | None = None
     """Variances of `sq_norms`, if they are estimates."""

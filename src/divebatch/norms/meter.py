@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from divebatch.checks import require_choice
 from divebatch.errors import ArgumentError, CoverageError, UsageError
 from divebatch.measurement import Diversity
-from divebatch.norms.accumulators import addend, are_finite, kept, plus, trainable
+from divebatch.norms.accumulators import addend, are_finite, is_at_hand, kept, plus, trainable, zero_unless
 from divebatch.norms.compiled import CompiledEngine, uncompiled, warn_if_compiled
 from divebatch.norms.coverage import not_called
 from divebatch.norms.eager import EagerEngine, MeasuredPass
@@ -81,7 +81,7 @@ class NormMeter:
         self._handles: list[RemovableHandle] = []
         self._loss_scale = LossScale(loss_reduction, rank_shard=rank_shard, grad_scaler=grad_scaler)
         self._layers = cover(model, fallback=FALLBACKS[fallback] if fallback is not None else None)
-        self._on_pass: Callable[[MeasuredPass, PassScale, Tensor, Tensor | None], None] | None = None
+        self._on_pass: Callable[[MeasuredPass, PassScale, Any, Any], None] | None = None
         """Receives each pass, its sum of squared norms, and whether it is finite (None: every pass counts)."""
         self._skips_nonfinite = grad_scaler is not None  # steps that overflowed are skipped, so they are in no sum
         self._engine: EagerEngine | CompiledEngine
@@ -169,19 +169,25 @@ class NormMeter:
         if self._frozen:
             self._require_frozen()
         scale = self._loss_scale.of_pass(done.weight, done.num_samples)
-        sq_norms, variances, square = done.sq_norms, done.variances, scale.factor**2
-        self._last = (sq_norms, square) if sq_norms.ndim else None
+        sq_norms, square, is_eager = done.sq_norms, scale.factor**2, done.sq_norms.ndim > 0
+        self._last = (sq_norms, square) if is_eager else None
         # In float64: an epoch adds very many squares of very different size. A compiled pass gives single numbers.
-        total = (sq_norms.sum(dtype=torch.float64) if sq_norms.ndim else sq_norms) * square
-        is_finite, counted = None, scale.num_samples
+        total: Any = sq_norms.sum(dtype=torch.float64) if is_eager else sq_norms
+        variances: Any = done.variances
+        if is_eager and variances is not None:
+            variances = variances.sum(dtype=torch.float64)
+        if is_eager and is_at_hand(sq_norms):
+            total, square = float(total), float(square)
+            variances = None if variances is None else float(variances)
+        is_finite, counted, total = None, scale.num_samples, total * square
         if variances is not None:  # of squared norms, so the scale enters with its fourth power
-            variances = (variances.sum(dtype=torch.float64) if variances.ndim else variances) * square**2
+            variances = variances * square**2
         if self._skips_nonfinite:
-            is_finite = total.isfinite()
+            is_finite = total.isfinite() if isinstance(total, Tensor) else math.isfinite(total)
             if done.gradients:  # norms and gradients can overflow separately
                 is_finite = is_finite & are_finite(list(done.gradients.values()))
-            total = torch.where(is_finite, total, 0.0)
-            variances = None if variances is None else torch.where(is_finite, variances, 0.0)
+            total = zero_unless(is_finite, total)
+            variances = None if variances is None else zero_unless(is_finite, variances)
             counted = counted * is_finite
             self._skipped_samples = plus(self._skipped_samples, scale.num_samples - counted)
         self._total = plus(self._total, total)
@@ -223,11 +229,11 @@ def pausing_meters() -> Iterator[None]:
 class PassSums:
     """Both sums of one backward pass, on the device."""
 
-    sum_of_sq_norms: Tensor
+    sum_of_sq_norms: Tensor | float
     sq_norm_of_sum: Tensor
     num_samples: int | Tensor
     """The pass's samples; 0 for a pass of weight zero."""
-    is_finite: Tensor | None
+    is_finite: Tensor | bool | None
     """Whether the gradients are finite, so that the pass counts; None: every pass counts."""
 
 
@@ -395,7 +401,13 @@ class DiversityMeter:
     def __exit__(self, *_: object) -> None:
         self.detach()
 
-    def _add(self, done: MeasuredPass, scale: PassScale, sum_of_sq_norms: Tensor, is_finite: Tensor | None) -> None:
+    def _add(
+        self,
+        done: MeasuredPass,
+        scale: PassScale,
+        sum_of_sq_norms: Tensor | float,
+        is_finite: Tensor | bool | None,
+    ) -> None:
         """Add the gradients of a pass that has ended."""
         if self._shards is not None:
             self._reached |= {id(layer.module) for layer in done.layers}
@@ -408,7 +420,7 @@ class DiversityMeter:
             sums.append(total)
             is_plain = gradient.dtype == total.dtype and not gradient.is_sparse
             gradients.append(gradient if is_plain else addend(gradient, total))
-        if is_finite is not None and is_finite.device.type != "cpu":
+        if isinstance(is_finite, Tensor) and is_finite.device.type != "cpu":
             gradients = kept(gradients, is_finite)
         elif is_finite is not None and not is_finite:  # on the CPU, where reading does not wait
             sums, gradients = [], []

@@ -44,7 +44,9 @@ def summed(estimates: Sequence[Estimate]) -> Estimate:
         sq_norms.append(exact_or_not)
         if variance is not None:
             variances.append(variance)
-    return Estimate(torch.stack(sq_norms).sum(0), torch.stack(variances).sum(0) if variances else None)
+    # Two need one addition, and no copy.
+    total = sq_norms[0] + sq_norms[1] if len(sq_norms) == 2 else torch.stack(sq_norms).sum(0)
+    return Estimate(total, torch.stack(variances).sum(0) if variances else None)
 
 
 def project(left_NPT: Tensor) -> Tensor:
