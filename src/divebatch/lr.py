@@ -646,8 +646,8 @@ def schedules_of(
 
 BEFORE, FEWEST = 16, 4
 """The most and the fewest steps before a change of the batch size that the first step after it is compared with."""
-EVERY = 8
-"""Steps between two looks: a norm takes microseconds."""
+CLOSELY, EVERY = 64, 8
+"""First steps with a size, at which every gradient is looked at, and the steps between later looks: they cost time."""
 ENOUGH_GROWTH = 4
 """How much larger a batch must be to tell a sum from a mean."""
 SUM_FROM, SUM_TO = 0.25, 3
@@ -671,14 +671,14 @@ class GradientGrowth:
         self._norms: deque[Tensor] = deque(maxlen=BEFORE)
         """Norms of its gradients at the last steps with the current size."""
         self._ratio, self._steps = 1.0, 0
-        """The change of the batch size since then, and the steps so far."""
+        """The change of the batch size since then, and the steps with the current size."""
         self.batch = self.gradient = 1.0
         """The growth of the batch and of the mean square so far, over all changes that could be compared."""
 
     def see(self) -> None:
-        """Look at the gradient of the step that begins: at the first steps with a size, then at one in EVERY."""
+        """Look at the gradient of the step that begins: at all of the first steps with a size, then at one in EVERY."""
         self._steps += 1
-        if self._ratio == 1 and len(self._norms) >= FEWEST and self._steps % EVERY:
+        if self._ratio == 1 and self._steps > CLOSELY and self._steps % EVERY:
             return
         if self._parameter is None or self._parameter.grad is None:
             groups = self.optimizer.param_groups
@@ -703,7 +703,7 @@ class GradientGrowth:
             if 0 < before < math.inf and 0 < (after := float(norm) ** 2) < math.inf:
                 self.batch, self.gradient = self.batch * self._ratio, self.gradient * after / before
         self._norms.clear()
-        self._ratio = 1.0
+        self._ratio, self._steps = 1.0, 1
 
 
 class Rates:

@@ -220,7 +220,7 @@ def test_a_result_that_cannot_be_read_is_named(tmp_path):
     finish(search)
     path = search.runs({"lr": 0.5})[0].records_path.with_name("result.json")
     path.write_text("{")
-    with pytest.raises(RecordError, match=r"result.json' cannot be read .*remove it"):
+    with pytest.raises(RecordError, match=r"result.json' cannot be read .*remove the file"):
         search.results()
 
 
