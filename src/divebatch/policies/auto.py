@@ -69,7 +69,7 @@ def room(samples: int, total_samples: int | None) -> float:
 
 @dataclass(frozen=True)
 class Auto(Capped):
-    """A batch that grows instead of the learning rate's decay. Nothing is measured, and steps cost nothing.
+    """A batch that grows instead of the learning rate's decay. Nothing is measured.
 
     A lower learning rate reduces the noise of the steps, and so does a larger batch, in fewer steps. If the schedule's
     rate has fallen to a fraction x of its highest, the batch grows to 1 / x first batches. The learning rate follows as
