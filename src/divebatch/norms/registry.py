@@ -134,7 +134,9 @@ class CoveredLayer:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that the rule covers."""
-        return list(self.module.parameters(recurse=self.entry.reruns))
+        if self.entry.reruns:
+            return list(self.module.parameters())
+        return [p for p in self.module._parameters.values() if p is not None]  # asked for in every pass
 
     def frozen(self) -> Container[str]:
         """Return the names of the parameters that are currently frozen."""
