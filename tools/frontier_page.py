@@ -35,7 +35,7 @@ METHODS = {
     "adabatch": "AdaBatch",
     "divebatch": "DiveBatch",
 }
-PAGES = {"docs/when-it-pays.md": tuple(METHODS), "README.md": ("auto", "seesaw-doublings", "late-switch")}
+PAGES = {"docs/when-it-pays.md": tuple(METHODS), "README.md": ("auto", "seesaw-doublings", "adabatch", "divebatch")}
 """The methods in the table of each page."""
 EDGE = 11.0
 """The right end of the picture's axis."""
@@ -70,7 +70,7 @@ def cell(found: Score | None, seeds: int) -> str:
 
 
 def table(found: dict[str, Frontier], methods: Sequence[str]) -> str:
-    """Return a table with a row for each workload and a column for each method."""
+    """Return a table with a row for each workload and a column for each method; the lowest ratio is bold."""
     heads = " | ".join(METHODS[method] for method in methods)
     lines = [f"| workload | start | {heads} |", "|" + "---|" * (len(methods) + 2)]
     for name, each in found.items():
@@ -81,7 +81,9 @@ def table(found: dict[str, Frontier], methods: Sequence[str]) -> str:
         start = next((str(one.batch_size) for one in own.values() if one), "")
         seeds = max((one.num_seeds for one in own.values() if one), default=0)
         words = {method: cell(one, seeds) for method, one in own.items()}
-        cells = [f"**{each}**" if method == "auto" and each else each for method, each in words.items()]
+        ratios = {method: one.ratio for method, one in own.items() if one and one.ratio is not None}
+        best = min(ratios, key=lambda method: ratios[method], default="")
+        cells = [f"**{each}**" if method == best else each for method, each in words.items()]
         lines.append(f"| {WORKLOADS[name]} ({seeds} seeds) | {start} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
