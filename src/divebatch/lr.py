@@ -546,7 +546,10 @@ class Schedule:
     def end_epoch(self, steps: int, batches: int, is_first_size: bool) -> None:
         """Check the scheduler's calls in an epoch, and make the steps that remain.
 
-        The epoch had this number of optimizer steps and of batches; `is_first_size`: all of them had the first size.
+        Args:
+            steps: The epoch's optimizer steps.
+            batches: The epoch's batches.
+            is_first_size: Whether all of them had the first size.
         """
         moved = position_of(self.scheduler) - self._at_begin
         if self.unit == "epoch" and moved > 1 and steps > 1 and not self._is_sure:
@@ -570,7 +573,7 @@ class Schedule:
         self._at_end = position_of(self.scheduler)
 
     def _place(self, samples: int | None) -> int:
-        """Return the steps of a loop at the first size after `samples` of the current epoch; None: before it begins."""
+        """Return the steps of a loop at the first size after `samples` of this epoch. None: before it begins."""
         size, epochs = self._loader.dataset_size, self._loader.epoch - self._first_epoch
         batches = 0 if size is None else num_batches(size, self._first_delivery, drop_last=self._loader.drop_last)
         before, after = (self._whole_epochs(batches, each) for each in (epochs, epochs + 1))

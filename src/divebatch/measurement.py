@@ -160,9 +160,10 @@ class Diversity:
 
     @property
     def noise_scale(self) -> float:
-        """The noise scale tr(Sigma) / ||G||^2 = n * diversity - 1, in samples; exact if all gradients share weights.
+        """The noise scale tr(Sigma) / ||G||^2 = n * diversity - 1, in samples.
 
-        At least 0; infinite if there is noise but no signal; NaN if nothing is known.
+        Exact if all gradients were taken at the same weights. At least 0; infinite if there is noise but no signal; NaN
+        if nothing is known.
         """
         if self.is_defined:
             # An estimate's error can make the value negative, but a noise scale never is.

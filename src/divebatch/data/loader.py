@@ -463,7 +463,7 @@ class AdaptiveLoader:
             )
 
     def since_last_step(self) -> tuple[int, int, int]:
-        """Return the batches, samples and this rank's samples delivered in this epoch since the last call."""
+        """Return how many batches, samples and samples of this rank were delivered since the last call."""
         batches, samples, local = self._at_last_step
         now = self.batches_delivered, self.samples_delivered, self.local_samples_delivered
         self._at_last_step = now

@@ -181,7 +181,7 @@ class PairAverage:
         return replace(found, inner_variance=inner_variance, skipped_samples=self.skipped_samples)
 
     def over(self, ranks: Ranks) -> "PairAverage":
-        """Return the mean over all ranks, if each saw its own samples; a collective."""
+        """Return the mean over all ranks, each of which saw its own samples. All ranks must call this."""
         if ranks.is_alone:
             return self
         states = ranks.gather(self.state_dict())

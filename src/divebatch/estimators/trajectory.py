@@ -51,7 +51,7 @@ class Trajectory(Estimator):
 
     @property
     def replay_token(self) -> object:
-        """A value that changes when recorded backward passes would add to old sums."""
+        """A value that changes when replayed backward passes would add to outdated sums."""
         return self._meter.token
 
     def start(self) -> None:

@@ -228,7 +228,7 @@ class MeasuredPass:
 
 
 def _uncountable(layer: CoveredLayer) -> CoverageError:
-    """Return an error for calls in several checkpoints, which become visible only after squaring."""
+    """Return an error for a layer in several checkpoints, noticed only after its gradients were squared."""
     return CoverageError(
         f"layer '{layer.name}' is used in several checkpoints, or in one and outside: its gradients cannot be added up",
         "pass use_reentrant=False to torch.utils.checkpoint",

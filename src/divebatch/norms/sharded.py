@@ -17,7 +17,7 @@ from divebatch.ranks import Ranks
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return whether this is a DTensor, without the slow import of that class."""
+    """Return whether `tensor` is a DTensor, without the slow import of that class."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 

@@ -109,7 +109,7 @@ class NoiseDoubling(Capped):
         return batch_size < self.max_batch_size
 
     def next(self, seen: Measurement) -> Decision:
-        """Return the doubling nearest to the mean; the learning rate follows one decision later."""
+        """Return the doubling nearest to the wanted size; the learning rate follows one decision later."""
         # Limited first: the learning rate must be made for the size that will be used.
         doubled = self._doubled(seen).at_most(seen.largest_batch_size)
         return ramped(doubled, seen, decisions=1, power=power_of(seen.lr_coupling))
@@ -276,7 +276,7 @@ def cosines(diversity: Diversity, batch_size: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class CABS(Periodic):
-    """CABS (Balles et al. 2017): lr * tr(Sigma) / loss, for a loss whose lowest value is near zero.
+    """The batch size lr * tr(Sigma) / loss (CABS, Balles et al. 2017), for losses that fall to about zero.
 
     The learning rate does not change. The original decides at every step from exponential means that start at fixed
     values. Here the estimator takes debiased means, over the epoch or with its `decay`. The size stays if the interval

@@ -15,7 +15,7 @@ Line = tuple[float, float]
 
 @dataclass(frozen=True)
 class Goodput(Capped):
-    """The size with the best product of throughput and the worth of a sample, gain / S.
+    """The size with the best product of throughput and AdaScale's gain per sample.
 
     Throughput is measured in samples a second. Candidates go from the first batch to the cap by factors of 2^(1/2). The
     time of a step is a straight line through the sizes used so far. With only one size, half of its time counts as

@@ -175,7 +175,7 @@ class SpillOver(Around):
         return self.policy.measures(epoch, 1) or self.policy.measures(epoch, batch_size)
 
     def next(self, seen: Measurement) -> Decision:
-        """Return the inner policy's decision, with its spill relative to the current spill."""
+        """Return the inner policy's decision, its rate multiplied by the new spill over the current one."""
         decision = self._inner(seen)
         says_something = decision.unclamped is not None and math.isfinite(decision.unclamped)
         unclamped = decision.unclamped if says_something else seen.history.unclamped  # else the current spill stays

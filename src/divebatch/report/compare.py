@@ -63,7 +63,7 @@ class Difference:
 
     @property
     def is_shown(self) -> bool | None:
-        """Return whether the interval of the mean excludes that there is no difference; None: a single seed."""
+        """Return whether the interval of the mean excludes zero; None: a single seed."""
         if len(self.values) < 2:
             return None
         low, high = self._ends
