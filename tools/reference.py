@@ -174,7 +174,7 @@ REPORT: Words = {
 }
 KINDS: Mapping[str, tuple[str, Mapping[str, type[Any]], Words]] = {
     "data": (
-        "Image and text data are read from the [data folder](training.md#datasets); the other kinds are generated from the seed.",
+        "Image and text data come from the [data folder](training.md#datasets); other kinds are drawn from the seed.",
         DATASETS,
         {
             "synthetic": "two classes, separable up to noise, as in the paper",
