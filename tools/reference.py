@@ -65,9 +65,9 @@ EXPERIMENTS = """# The experiment file
 
 <!-- Written by tools/reference.py: change the settings there or in the code, and run it again. -->
 
-`divebatch run FILE.toml` trains what a TOML file describes. `divebatch list` names the files that come with the
-package. `--set KEY=VALUE` changes any key on the command line: `--set training.precision=bf16`. A key that is
-missing, unknown or of the wrong type is an error that names the file and the key.
+`divebatch run FILE.toml` trains what a TOML file describes. `divebatch list` lists the files that come with the
+package. `--set KEY=VALUE` overrides any key on the command line: `--set training.precision=bf16`. If a key is missing
+or unknown, or its value has the wrong type, an error names the file and the key.
 
 ## A complete file
 
@@ -110,8 +110,8 @@ lr_coupling = "linear"
 policy = { kind = "divebatch", delta = 1.0, max_batch_size = 4096 }
 ```
 
-A part that is chosen by name (`data`, `model`, `task`, `optimizer`, `schedule`, `policy`, `estimator`) is a table
-with `kind` and that kind's settings, or the bare name if it needs none.
+Some parts are chosen by name: `data`, `model`, `task`, `optimizer`, `schedule`, `policy` and `estimator`. Write such a
+part as a table with `kind` and its settings. If it needs no settings, the bare name is enough.
 
 """
 
@@ -174,7 +174,7 @@ REPORT: Words = {
 }
 KINDS: Mapping[str, tuple[str, Mapping[str, type[Any]], Words]] = {
     "data": (
-        "Image and text data lie in the [data folder](training.md#datasets); the other kinds are drawn from the seed.",
+        "Image and text data come from the [data folder](training.md#datasets); other kinds are drawn from the seed.",
         DATASETS,
         {
             "synthetic": "two classes, separable up to noise, as in the paper",
@@ -217,7 +217,7 @@ KINDS: Mapping[str, tuple[str, Mapping[str, type[Any]], Words]] = {
         {"sgd": "`torch.optim.SGD`", "adamw": "`torch.optim.AdamW`; `decay_vectors = false` decays matrices only"},
     ),
     "schedule": (
-        "`--epochs` scales the settings that count epochs.",
+        "`--epochs` also scales all settings that count epochs.",
         SCHEDULES,
         {
             "constant": "the learning rate stays",
@@ -306,12 +306,12 @@ def experiment_page() -> str:
     parts = [
         EXPERIMENTS,
         "## Top level\n\n" + table_of(Experiment, TOP),
-        "## Methods\n\nEach `[methods.NAME]` is one way of training. The name is that of its folder.\n\n"
+        "## Methods\n\nEach `[methods.NAME]` describes one way of training. Its folder has the same name.\n\n"
         + table_of(Method, METHOD),
         *(f"## {name.capitalize()}\n\n{kinds_of(*each)}" for name, each in KINDS.items()),
         "## Training\n\n" + table_of(DeviceOptions, TRAINING),
         "## Metric\n\n" + table_of(Metric, METRIC),
-        "## Report\n\n`[report]` affects no training; it is copied to each record.\n\n"
+        "## Report\n\n`[report]` does not affect training; it is copied into each record.\n\n"
         + table_of(ReportSettings, REPORT),
     ]
     return "\n".join(parts)
