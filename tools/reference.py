@@ -327,7 +327,7 @@ def table_of(cls: type[Any], words: Words) -> str:
 
 
 def kinds_of(about: str, kinds: Mapping[str, type[Any]], words: Words) -> str:
-    require_all(about or str(list(kinds)), words, kinds)
+    require_all(f"KINDS of tools/reference.py, beside {', '.join(kinds)}", words, kinds)
     rows = [f"| `{kind}` | {words[kind]} | {settings_of(cls)} |" for kind, cls in kinds.items()]
     table = "\n".join(["| `kind` | what | settings |", "|---|---|---|", *rows]) + "\n"
     return f"{about}\n\n{table}" if about else table

@@ -41,7 +41,10 @@ def served(site: Path) -> Iterator[str]:
         def log_message(self, *words: object) -> None:
             """Nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=site)) as server:
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # a page asks for dozens of files at once, and 5 may wait by default
+
+    with Server(("127.0.0.1", 0), partial(Quiet, directory=site)) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
