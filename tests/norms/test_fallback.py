@@ -487,3 +487,9 @@ def test_the_error_says_which_line_to_write() -> None:
     assert "divebatch.norms.shared_by_samples(ViT, 'cls_token', 'pos_embed')" in told
     assert "@divebatch.rule_for(LayerScale, parameters=('gamma',))" in told
     assert "estimator=Trajectory(fallback='vmap')" in told
+
+
+def test_one_rule_is_asked_for_if_a_layer_has_a_weight_of_one_row():
+    with pytest.raises(CoverageError, match=r"rule_for\(Bilinear, parameters=\('weight', 'bias'\)\)") as refused:
+        NormMeter(nn.Bilinear(3, 3, 1))
+    assert "shared_by_samples" not in str(refused.value)

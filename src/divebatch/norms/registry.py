@@ -242,13 +242,18 @@ def _uncovered(missed: Sequence[tuple[str, nn.Module, str]], fallback: Entry | N
 
 def _rules_to_write(missed: Sequence[tuple[str, nn.Module, str]]) -> Iterator[str]:
     """Yield the rule to write for each kind of module; parameters that samples may share come first."""
+
+    def needs_rule(module: nn.Module, key: str) -> bool:
+        parameter = parameter_of(module, key)
+        return parameter is None or not is_shareable(parameter)
+
+    # One rule covers a layer of its own: a weight of one row looks as if samples could share it.
+    whole = {module for _, module, key in missed if needs_rule(module, key) and not any(module.children())}
     kinds: dict[tuple[bool, str], dict[str, None]] = {}
     for _, module, key in missed:
-        parameter = parameter_of(module, key)
-        is_shared = parameter is not None and is_shareable(parameter)
-        kinds.setdefault((not is_shared, type(module).__name__), {})[key] = None
-    for (needs_rule, kind), keys in sorted(kinds.items()):
-        if needs_rule:
+        kinds.setdefault((module in whole or needs_rule(module, key), type(module).__name__), {})[key] = None
+    for (is_ruled, kind), keys in sorted(kinds.items()):
+        if is_ruled:
             yield f"register a rule with @divebatch.rule_for({kind}, parameters={tuple(keys)})"
         else:
             names = ", ".join(map(repr, keys))
