@@ -652,7 +652,7 @@ BEFORE, FEWEST = 16, 4
 CLOSELY, EVERY = 64, 8
 """First steps with a size, at which every gradient is looked at, and the steps between later looks: they cost time."""
 ENOUGH_GROWTH = 4
-"""How much larger a batch must be to tell a sum from a mean."""
+"""The growth of the batch from which a sum differs clearly from a mean."""
 SUM_FROM, SUM_TO = 0.25, 3
 """Powers of the batch size between which the mean square is taken for that of a sum: training adds something to it, and
 much more if it diverges."""
