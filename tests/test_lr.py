@@ -408,9 +408,11 @@ def test_a_closure_sees_its_own_rates(optimizer: Any):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # of torch's own compiler
+@pytest.mark.parametrize("closely", [64, 0], ids=["looking", "seldom"])  # what the hooks do decides what is traced
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-def test_a_compiled_optimizer_step(lr: Any):
+def test_a_compiled_optimizer_step(lr: Any, closely: int, monkeypatch: pytest.MonkeyPatch):
     torch._dynamo.reset()
+    monkeypatch.setattr("divebatch.lr.CLOSELY", closely)
     loop = Loop(lr=lr)
     step = torch.compile(loop.optimizer.step, backend="eager")
     for _ in range(4):

@@ -236,7 +236,7 @@ class Controller:
         event = self._begin_step(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            if event is not None and (self._at_work is not None or self._rates.may_be_sum is not None):
+            if event is not None:
                 self._see_gradients(event, optimizer)
             return None
 
@@ -246,7 +246,7 @@ class Controller:
             result = closure()
             coupling.look()  # the closure may have written a rate
             coupling.put_in_force()
-            if event is not None and (self._at_work is not None or self._rates.may_be_sum is not None):
+            if event is not None:
                 self._see_gradients(event, optimizer)
             event = None  # line searches call the closure again, at other weights
             return result

@@ -337,8 +337,7 @@ class LrCoupling:
     def put_back(self) -> None:
         """Restore the own values, except where the step itself wrote a value."""
         for group, name, own, put in self.undo:
-            # A compiled step may leave an equal number as another object.
-            if (now := group[name]) is put or (isinstance(put, float) and now == put):
+            if group[name] is put:
                 group[name] = _own_again(own, put)
         self.undo.clear()
         if isinstance(self._own, Tensor):
